@@ -1,0 +1,238 @@
+"""The portable TileLang dialect: one kernel source for the C target and for CUDA.
+
+A kernel builder takes a `Dialect` P where TileLang code has `tilelang.language`; what is not overridden here is TileLang
+itself. On the C target a block is one thread: fragments and shared tiles are local arrays, parallel loops are serial
+ones that the C++ compiler vectorizes, and bfloat16 is stored as 16 bits and converted by exact bit arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+import tilelang.language as T
+from tilelang import tvm
+
+from tk_core.dtypes import DTYPES
+
+# Independent accumulators of a reduction on C: the compiler vectorizes the lane loop, and the order is fixed.
+_LANES = 16
+
+
+def f32_bits(value: float) -> int:
+    """The bit pattern of an fp32 number."""
+    return struct.unpack("<I", struct.pack("<f", value))[0]
+
+
+def u32(value: int) -> Any:
+    """A uint32 constant."""
+    return tvm.tirx.const(value, "uint32")
+
+
+def select(condition: Any, a: Any, b: Any) -> Any:
+    """Both sides are evaluated: a load that must be guarded needs an `if`."""
+    return tvm.tirx.Select(condition, a, b)
+
+
+class Dialect:
+    """TileLang for one target: "c" or an sm_xx architecture (`sm` is its number, 0 on C and HIP)."""
+
+    def __init__(self, target: str):
+        self.target = target
+        self.cpu = target == "c"
+        self.sm = int("".join(ch for ch in target if ch.isdigit())) if target.startswith("sm_") else 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(T, name)
+
+    # ---- types and constants
+
+    def Tensor(self, shape: Any, dtype: str) -> Any:
+        """A contiguous tensor parameter of that logical dtype."""
+        return T.Tensor(shape, self.storage(dtype))
+
+    def storage(self, dtype: str) -> str:
+        """The dtype of a buffer that holds that logical dtype."""
+        return DTYPES[dtype].c_storage if self.cpu else dtype
+
+    def f32(self, value: float) -> Any:
+        """An exact fp32 constant: the C code generator prints 7 significant digits, which is not enough."""
+        value = float(value)
+        if not self.cpu or math.isinf(value) or value == float(f"{value:.6e}"):
+            return tvm.tirx.const(value, "float32")
+        return T.reinterpret(u32(f32_bits(value)), "float32")
+
+    def pad(self, n: int, threads: int, vec: int = 8) -> int:
+        """Extent of a row fragment: a multiple of threads * vec on CUDA, where what is beyond the row is masked; exact on C."""
+        return n if self.cpu else -(-n // (threads * vec)) * threads * vec
+
+    # ---- loops and memory
+
+    def Parallel(self, *extents: int, **options: Any) -> Any:
+        """Elements in any order."""
+        if not self.cpu:
+            return T.Parallel(*extents, **options)
+        return T.grid(*extents) if len(extents) > 1 else T.serial(extents[0])
+
+    def row_layout(self, n: int, threads: int, vec: int = 8) -> Any:
+        """Thread t owns columns (t + k * threads) * vec to + vec - 1.
+
+        Give it as `loop_layout=` to the first loop over a row that does not itself load the 2-byte input: inference would
+        choose the widest float access, 4 elements, and the bf16 loads would shrink to 8 bytes.
+        """
+        if self.cpu:
+            return None
+        return T.Fragment([n], forward_fn=lambda j: (j // vec % threads, j // (vec * threads) * vec + j % vec))
+
+    def vectorized(self, n: int) -> Any:
+        """One thread moves n contiguous elements; a plain loop on C, whose vector types are slow structs."""
+        return T.serial(n) if self.cpu else T.vectorized(n)
+
+    def Pipelined(self, n: Any, **options: Any) -> Any:
+        """A loop whose loads run ahead of its arithmetic on CUDA."""
+        return T.serial(n) if self.cpu else T.Pipelined(n, **options)
+
+    def alloc_fragment(self, shape: Any, dtype: str) -> Any:
+        """Registers spread over the block."""
+        return T.alloc_local(shape, self.storage(dtype)) if self.cpu else T.alloc_fragment(shape, dtype)
+
+    def alloc_shared(self, shape: Any, dtype: str) -> Any:
+        """Memory shared by the block."""
+        return T.alloc_local(shape, self.storage(dtype)) if self.cpu else T.alloc_shared(shape, dtype)
+
+    def sync_threads(self) -> Any:
+        """A barrier of the block."""
+        return None if self.cpu else T.sync_threads()
+
+    # ---- conversions: `dtype` is always the logical one
+
+    def to_f32(self, x: Any, dtype: str) -> Any:
+        """Exact."""
+        if dtype == "float32":
+            return x
+        if self.cpu and dtype == "bfloat16":
+            return T.reinterpret(T.Cast("uint32", x) << u32(16), "float32")
+        return T.Cast("float32", x)
+
+    def from_f32(self, x: Any, dtype: str) -> Any:
+        """Round to nearest, ties to even, once."""
+        if dtype == "float32":
+            return x
+        if self.cpu and dtype == "bfloat16":
+            return _bf16_bits(x)
+        return T.Cast(dtype, x)
+
+    # ---- fp32 arithmetic with a fixed rounding on every target
+
+    def mul(self, a: Any, b: Any) -> Any:
+        """A product that is never contracted into an FMA (C: by -ffp-contract=off)."""
+        return a * b if self.cpu else T.ieee_mul(a, b)
+
+    def add(self, a: Any, b: Any) -> Any:
+        """A sum that is never contracted into an FMA."""
+        return a + b if self.cpu else T.ieee_add(a, b)
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """a * b + c with one rounding."""
+        return T.call_pure_extern("float32", "fmaf", a, b, c)
+
+    def abs(self, x: Any) -> Any:
+        """|x| (TileLang's own has no lowering on C)."""
+        return T.call_pure_extern("float32", "fabsf", x)
+
+    # ---- tile copies with conversion
+
+    def load(self, region: Any, fragment: Any, dtype: str) -> Any:
+        """Global region of a logical dtype to a fragment of float32 or of the same dtype."""
+        if not self.cpu or fragment.dtype == self.storage(dtype):
+            return T.copy(region, fragment)
+        base, axes = _split(region, fragment)
+        return _c_load(self, region.buffer, base, axes, fragment, dtype)
+
+    def store(self, fragment: Any, region: Any, dtype: str) -> Any:
+        """The reverse of `load`, rounding once."""
+        if not self.cpu or fragment.dtype == self.storage(dtype):
+            return T.copy(fragment, region)
+        base, axes = _split(region, fragment)
+        return _c_store(self, fragment, region.buffer, base, axes, dtype)
+
+    # ---- reductions over the last axis, fp32
+
+    def reduce_sum(self, a: Any, out: Any, dim: int = -1) -> Any:
+        """Sum in a fixed order."""
+        return self._reduce(a, out, dim, "sum")
+
+    def reduce_max(self, a: Any, out: Any, dim: int = -1) -> Any:
+        """Largest element."""
+        return self._reduce(a, out, dim, "max")
+
+    def _reduce(self, a: Any, out: Any, dim: int, kind: str) -> Any:
+        dim = dim % len(a.shape)
+        if not self.cpu or dim != len(a.shape) - 1 or a.dtype != "float32":
+            return getattr(T, f"reduce_{kind}")(a, out, dim=dim)
+        outer, n = [int(e) for e in a.shape[:-1]], int(a.shape[-1])
+        lanes = next(k for k in (_LANES, 8, 4, 2, 1) if n % k == 0)
+        return _c_reduce(a, out, kind, outer or [1], n, lanes)
+
+
+@T.macro
+def _bf16_bits(x):
+    u = T.reinterpret(x, "uint32")
+    rounded = (u + u32(0x7FFF) + ((u >> u32(16)) & u32(1))) >> u32(16)
+    return T.Cast("uint16", select((u & u32(0x7FFFFFFF)) > u32(0x7F800000), (u >> u32(16)) | u32(0x40), rounded))
+
+
+def _split(region: Any, fragment: Any) -> tuple[list, list[int]]:
+    """Origin of a region, and the axes that the fragment runs over."""
+    extents = [r.extent for r in region.region]
+    axes = [k for k, e in enumerate(extents) if not (isinstance(e, tvm.tirx.IntImm) and e.value == 1)]
+    if len(axes) < len(fragment.shape):  # extents of one that belong to the fragment
+        axes = list(range(len(extents) - len(fragment.shape), len(extents)))
+    return [r.min for r in region.region], axes
+
+
+def _tuple(x: Any) -> tuple:
+    """A one-dimensional grid yields a bare loop variable."""
+    return (x,) if isinstance(x, tvm.tirx.PrimExpr) else tuple(x)
+
+
+def _at(base: list, axes: list[int], index: tuple) -> tuple:
+    at = list(base)
+    for axis, i in zip(axes, index, strict=True):
+        at[axis] = at[axis] + i
+    return tuple(at)
+
+
+@T.macro
+def _c_load(P, buffer, base, axes, fragment, dtype):
+    for ij in T.grid(*fragment.shape):
+        index = _tuple(ij)
+        fragment[index] = P.to_f32(buffer[_at(base, axes, index)], dtype)
+
+
+@T.macro
+def _c_store(P, fragment, buffer, base, axes, dtype):
+    for ij in T.grid(*fragment.shape):
+        index = _tuple(ij)
+        buffer[_at(base, axes, index)] = P.from_f32(fragment[index], dtype)
+
+
+def _combine(kind: str, acc: Any, x: Any) -> Any:
+    return acc + x if kind == "sum" else select(acc > x, acc, x)  # this exact form becomes maxps on x86
+
+
+@T.macro
+def _c_reduce(a, out, kind, outer, n, lanes):
+    acc = T.alloc_local((lanes,), "float32")
+    for rr in T.grid(*outer):
+        r = _tuple(rr)
+        src = r if len(a.shape) > 1 else ()
+        for lane in T.serial(lanes):
+            acc[lane] = -T.infinity("float32") if kind == "max" else T.float32(0)
+        for j in T.serial(n // lanes):
+            for lane in T.serial(lanes):
+                acc[lane] = _combine(kind, acc[lane], a[src + (j * lanes + lane,)])
+        out[r] = acc[0]
+        for lane in T.serial(lanes - 1):
+            out[r] = _combine(kind, out[r], acc[lane + 1])

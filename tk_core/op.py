@@ -1,0 +1,278 @@
+"""Declarations. An operation is one `Op`: what it takes and gives, which kernels it launches, and its gradient rule.
+
+A signature reads `"x[..., n, H]:bf16 w?[H]:f32 -> y[..., H]:bf16"`. `...` stands for the rows, any number of leading
+axes; a name binds a size, an expression of bound names checks one; `?` marks an argument that may be absent. Everything
+that can be judged without touching the data is judged here, once, for every front end.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tk_core.dtypes import SHORT
+from tk_core.errors import type_error, value_error
+
+Env = dict[str, Any]
+# (shape, dtype name, device) of one argument; None for an absent one.
+Type = tuple[Sequence[int], str, Any]
+
+
+class Arg(NamedTuple):
+    """One tensor of a signature."""
+
+    name: str
+    dims: tuple[str, ...]
+    dtype: str
+    optional: bool = False
+
+    @property
+    def rows(self) -> bool:
+        """Whether the tensor has the rows as leading axes."""
+        return self.dims[:1] == ("...",)
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        return self.dims[1:] if self.rows else self.dims
+
+    def __str__(self) -> str:
+        return f"({', '.join(self.dims)}{',' if len(self.dims) == 1 else ''})"
+
+
+def parse(text: str) -> dict[str, Arg]:
+    """`"x[..., n]:bf16 w?[n]:f32"` as arguments by name."""
+    found = re.findall(r"(\w+)(\??)\[(.*?)\]:(\w+)", text)
+    return {
+        name: Arg(name, tuple(d.strip() for d in dims.split(",") if d.strip()), SHORT.get(dtype, dtype), bool(optional))
+        for name, optional, dims, dtype in found
+    }
+
+
+@functools.cache
+def _code(expression: str) -> Any:
+    return compile(expression, "<dimension>", "eval")
+
+
+def evaluate(expression: str, env: Mapping[str, Any]) -> Any:
+    """A dimension or a scalar: a name, a number, or an expression of bound names."""
+    if expression in env:
+        return env[expression]
+    return eval(_code(expression), {"__builtins__": {}}, dict(env))
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One kernel of a rule: `build(P, **static)` makes its function, `"x w -> y; eps"` orders its parameters.
+
+    `key` names the sizes and attributes that are compiled in. A builder with a parameter `has` is told which optional
+    arguments and which results there are; a result with a plus sign there is to be added to what its buffer holds.
+    """
+
+    build: Callable[..., Any]
+    args: str
+    key: str = ""
+    name: str = ""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    pass_configs: Mapping[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def split(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """Names read, names written, scalars."""
+        tensors, _, scalars = self.args.partition(";")
+        reads, _, writes = tensors.partition("->")
+        return tuple(reads.split()), tuple(writes.split()), tuple(scalars.split())
+
+    @functools.cached_property
+    def takes_has(self) -> bool:
+        code = self.build.__code__
+        return "has" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+    @property
+    def title(self) -> str:
+        return self.name or self.build.__name__
+
+
+@dataclass(eq=False)
+class Rule:
+    """One direction of an operation: arguments, results, workspaces, and the launches that lead from one to the other."""
+
+    name: str
+    ins: dict[str, Arg]
+    outs: dict[str, Arg]
+    launches: tuple[Launch, ...]
+    work: dict[str, Arg] = field(default_factory=dict)
+    attrs: dict[str, Any] = field(default_factory=dict)
+    check: Callable[[Env], None] | None = None
+    derive: Callable[[Env], Env] | None = None
+    accumulates: tuple[str, ...] = ()
+    partial_results: bool = False
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Every tensor of the rule in the order in which executors hold them; accumulators follow the arguments."""
+        return (*self.ins, *(f"acc_{name}" for name in self.accumulates), *self.outs, *self.work)
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.ins) + len(self.accumulates)
+
+    def bind(self, types: Sequence[Type | None], attrs: Mapping[str, Any]) -> Env:
+        """Sizes, attributes and dtypes by name; raises where an argument does not fit its declaration."""
+        env: Env = dict(attrs)
+        present = [(arg, t) for arg, t in zip(self.ins.values(), types, strict=False) if self._present(arg, t)]
+        for arg, (_, dtype, _) in present:
+            if dtype != arg.dtype:
+                raise type_error(self.name, arg.name, f"dtype {arg.dtype}", dtype)
+        device = None
+        for arg, (shape, _, where) in present:
+            self._bind_shape(arg, shape, env)
+            device = where if device is None else device
+            if where != device:
+                raise value_error(self.name, arg.name, f"device {device}, that of {present[0][0].name}", where)
+        env.setdefault("lead", ())
+        env["rows"] = math.prod(env["lead"])
+        if self.check is not None:
+            self.check(env)
+        for name, t in zip(self.accumulates, types[len(self.ins) :], strict=False):
+            if t is not None:
+                self.judge_written(name, f"acc_{name}", t, env)
+        return env
+
+    def _present(self, arg: Arg, t: Type | None) -> bool:
+        if t is None and not arg.optional:
+            raise type_error(self.name, arg.name, f"a {arg.dtype} array of shape {arg}", "None")
+        return t is not None
+
+    def _bind_shape(self, arg: Arg, shape: Sequence[int], env: Env) -> None:
+        inner = arg.inner
+        lead = len(shape) - len(inner)
+        if lead < 0 or (lead > 0 and not arg.rows):
+            raise value_error(self.name, arg.name, f"shape {arg}", tuple(shape))
+        if arg.rows:
+            rows = tuple(shape[:lead])
+            known = env.setdefault("lead", rows)
+            if len(known) != len(rows) or any(a != b for a, b in zip(known, rows, strict=True)):
+                raise value_error(self.name, arg.name, f"leading axes {tuple(known)}, those of the other arguments", tuple(shape))
+        for dim, got in zip(inner, shape[lead:], strict=True):
+            if dim not in env and dim.isidentifier():
+                env[dim] = got
+            elif (want := evaluate(dim, env)) != got:
+                where = dim if str(want) == dim else f"{dim} = {want}"
+                raise value_error(self.name, arg.name, f"shape {arg} with {where}", tuple(shape))
+
+    def result_types(self, env: Env, names: Iterable[str] | None = None) -> list[tuple[tuple[int, ...], str]]:
+        """(shape, dtype) of results or workspaces."""
+        return [self.type_of(name, env) for name in (self.outs if names is None else names)]
+
+    def type_of(self, name: str, env: Env) -> tuple[tuple[int, ...], str]:
+        arg = self.outs.get(name) or self.work.get(name) or self.ins[name]
+        lead = env["lead"] if arg.rows else ()
+        return (*lead, *(evaluate(d, env) for d in arg.inner)), arg.dtype
+
+    def judge_written(self, name: str, argument: str, t: Type, env: Env) -> None:
+        """An array that the caller lets the operation write must be exactly what the operation would allocate."""
+        shape, dtype = self.type_of(name, env)
+        if t[1] != dtype:
+            raise type_error(self.name, argument, f"dtype {dtype}", t[1])
+        if tuple(t[0]) != tuple(shape):
+            raise value_error(self.name, argument, f"shape {tuple(shape)}", tuple(t[0]))
+
+    def live(self, env: Env, wanted: frozenset[str]) -> list[Launch]:
+        """The launches that a set of wanted results needs."""
+        needed, launches = set(wanted), []
+        for launch in reversed(self.launches):
+            reads, writes, _ = launch.split
+            if needed.intersection(writes):
+                launches.append(launch)
+                needed.update(name for name in reads if name in self.work)
+        return launches[::-1]
+
+
+@dataclass(eq=False)
+class Op:
+    """One operation. `returns` are the public results; further results are kept for the gradient.
+
+    The gradient rule is read off the names: `d_y` is the cotangent of result `y`, `d_x` the gradient of argument `x`;
+    every other name in it is an argument or a result of the forward rule, and is saved.
+    """
+
+    name: str
+    area: str
+    forward: Rule
+    backward: Rule | None
+    returns: tuple[str, ...]
+    doc: str = ""
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        return self.forward.attrs
+
+    @functools.cached_property
+    def saved(self) -> tuple[str, ...]:
+        if self.backward is None:
+            return ()
+        known = self.forward.ins | self.forward.outs
+        return tuple(name for name in self.backward.ins if name in known)
+
+    @functools.cached_property
+    def cotangents(self) -> tuple[str, ...]:
+        """Results whose cotangent the gradient rule takes, in its order."""
+        return tuple(name[2:] for name in self.backward.ins if name not in self.saved) if self.backward else ()
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return (self.forward,) if self.backward is None else (self.forward, self.backward)
+
+    def public(self, values: Mapping[str, Any]) -> Any:
+        """What the user gets: one array, or a tuple."""
+        got = tuple(values[name] for name in self.returns)
+        return got[0] if len(got) == 1 else got
+
+
+def declare(
+    name: str,
+    area: str,
+    forward: str,
+    launches: Sequence[Launch],
+    *,
+    returns: str = "",
+    attrs: Mapping[str, Any] | None = None,
+    work: str = "",
+    check: Callable[[Env], None] | None = None,
+    derive: Callable[[Env], Env] | None = None,
+    backward: str = "",
+    backward_launches: Sequence[Launch] = (),
+    backward_work: str = "",
+    backward_derive: Callable[[Env], Env] | None = None,
+    accumulates: str = "",
+    doc: str = "",
+) -> Op:
+    """Make an `Op`. `backward` lists names only: their shapes and dtypes are those of the forward rule."""
+    left, _, right = forward.partition("->")
+    attrs = dict(attrs or {})
+    fwd = Rule(name, parse(left), parse(right), tuple(launches), parse(work), attrs, check, derive)
+    public = tuple(returns.split()) or tuple(fwd.outs)
+    if not backward:
+        return Op(name, area, fwd, None, public, doc)
+    known = fwd.ins | fwd.outs
+    left, _, right = backward.partition("->")
+
+    def typed(names: str, optional: Callable[[str], bool]) -> dict[str, Arg]:
+        args = {}
+        for key in names.split():
+            like = known[key] if key in known else known[key.removeprefix("d_")]
+            args[key] = like._replace(name=key, optional=optional(key))
+        return args
+
+    several = len(public) > 1
+    ins = typed(left, lambda key: known[key].optional if key in known else several)
+    outs = typed(right, lambda key: True)
+    bwd = Rule(
+        f"{name}_bwd", ins, outs, tuple(backward_launches), parse(backward_work), attrs, check,
+        backward_derive, tuple(accumulates.split()),
+    )  # fmt: skip
+    return Op(name, area, fwd, bwd, public, doc)
