@@ -6,6 +6,7 @@ import ctypes
 import functools
 import hashlib
 import inspect
+import json
 import os
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 
 from tk_core import cache
 from tk_core.device import cpu_id
-from tk_core.errors import CompileError
+from tk_core.errors import CacheError, CompileError
 from tk_core.ffi import tvm_ffi
 from tk_core.op import Launch, Rule
 
@@ -44,7 +45,7 @@ def stats() -> dict[str, Any]:
         if kernel.calls:
             launches[kernel.title] = launches.get(kernel.title, 0) + kernel.calls
     for name, calls in _graph_calls().items():
-        title = next((k.title for k in _kernels.values() if k.name == name), name)
+        title = name.removeprefix("tk.").rpartition(".")[0]
         launches[title] = launches.get(title, 0) + calls
     return {**_counts, "launches": dict(sorted(launches.items()))}
 
@@ -142,6 +143,28 @@ def _load(rule: Rule, launch: Launch, target: str, static: Mapping[str, Any]) ->
     run = tvm_ffi.load_module(str(so))["main"]
     tvm_ffi.register_global_func(name, run, override=True)
     return Kernel(name, about["name"], run)
+
+
+def load_named(name: str) -> None:
+    """Load a kernel that only its name tells of, from the cache: a program of another process calls it.
+
+    Raises:
+        CacheError: it is not there.
+    """
+    title, _, key = name.removeprefix("tk.").rpartition(".")
+
+    def missing(path: Path) -> dict[str, Any]:
+        raise CacheError(f"kernel {title} ({key}) is not loaded in this process and not in the cache {cache.root()}: call its operation once here")
+
+    so, _ = cache.library(key, missing)
+    _counts["loads"] += 1
+    if _is_cuda(so):
+        _load_cuda_runtime()
+    tvm_ffi.register_global_func(name, tvm_ffi.load_module(str(so))["main"], override=True)
+
+
+def _is_cuda(so: Path) -> bool:
+    return json.loads(so.with_name("entry.json").read_text())["target"] != "c"
 
 
 def compile_only(rule: Rule, launch: Launch, target: str, static: Mapping[str, Any]) -> tuple[str, bool]:

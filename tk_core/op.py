@@ -120,6 +120,37 @@ class Rule:
     def num_inputs(self) -> int:
         return len(self.ins) + len(self.accumulates)
 
+    def attributes(self, attrs: Mapping[str, Any]) -> tuple:
+        """Attributes in order, defaults filled in; raises for an unknown name or a value of another kind."""
+        if not attrs:
+            return self._defaults
+        try:
+            return self._attributes[tuple(attrs.items())]
+        except (KeyError, TypeError):
+            pass
+        values = []
+        for name in attrs:
+            if name not in self.attrs:
+                raise type_error(self.name, name, f"one of the attributes {', '.join(self.attrs) or '(none)'}", "an unknown name")
+        for name, default in self.attrs.items():
+            value, kind = attrs.get(name, default), type(default)
+            if kind is float and isinstance(value, int) and not isinstance(value, bool):
+                value = float(value)
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise type_error(self.name, name, f"a value of type {kind.__name__}", f"{value!r} of type {type(value).__name__}")
+            values.append(value)
+        if len(self._attributes) > 4096:
+            self._attributes.clear()
+        return self._attributes.setdefault(tuple(attrs.items()), tuple(values))
+
+    @functools.cached_property
+    def _defaults(self) -> tuple:
+        return tuple(self.attrs.values())
+
+    @functools.cached_property
+    def _attributes(self) -> dict[tuple, tuple]:
+        return {}
+
     def bind(self, types: Sequence[Type | None], attrs: Mapping[str, Any]) -> Env:
         """Sizes, attributes and dtypes by name; raises where an argument does not fit its declaration."""
         env: Env = dict(attrs)

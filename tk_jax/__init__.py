@@ -1,0 +1,26 @@
+"""The operations for JAX: `tk_jax.mhc`; `bind` makes a JAX function of any declared operation.
+
+Importing it loads neither torch nor tilelang, makes no file and starts no JAX backend.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["bind", "bind_backward", "build_dispatcher", "load", "mhc"]
+
+_HOMES = {
+    "bind": "tk_jax.vjp",
+    "bind_backward": "tk_jax.vjp",
+    "build_dispatcher": "tk_jax.ffi",
+    "load": "tk_jax.ffi",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "mhc":
+        return importlib.import_module("tk_jax.mhc")
+    raise AttributeError(f"module 'tk_jax' has no attribute {name!r}")

@@ -5,34 +5,51 @@ d_mix[t, i] = sum_d d_out[t, d] * x[t, i, d]        d_x[t, i, d] = mix[t, i] * d
 """
 
 from tk_core.op import Env, Launch, declare
-from tk_core.ops.mhc.common import BF16, F32, check_hidden, columns
+from tk_core.ops.mhc.common import BF16, F32, block_sums, block_threads, check_hidden, check_streams, lanes, thread, vector
 
 
-def apply_mix(P, n, H, threads=128):
-    """One block a token and 1024 columns; the streams are summed in ascending order by FMA."""
+def apply_mix(P, n, H):
+    """A thread mixes one vector of columns; the streams are summed in ascending order by FMA."""
     T = P.dynamic("T")
-    B = columns(P, H, threads)
+    threads = block_threads(H, (128, 160, 192, 224, 256))
+    V = vector(P)
+    B = H if P.cpu else threads * V
 
     @P.prim_func
     def main(x: P.Tensor((T, n, H), BF16), mix: P.Tensor((T, n, 1), F32), out: P.Tensor((T, H), BF16)):
         with P.Kernel(T, P.ceildiv(H, B), threads=threads) as (t, b):
-            xs = P.alloc_fragment((n, B), F32)
-            acc = P.alloc_fragment((B,), F32)
-            P.load(x[t, 0:n, b * B : b * B + B], xs, BF16)
-            for j in P.Parallel(B, loop_layout=P.row_layout(B, threads)):
-                acc[j] = P.f32(0)
-                for i in P.unroll(n):
-                    acc[j] = P.fma(mix[t, i, 0], xs[i, j], acc[j])
-            P.store(acc, out[t, b * B : b * B + B], BF16)
+            xs = P.alloc_local((n, V), P.storage(BF16))
+            acc = P.alloc_local((V,), F32)
+            mixed = P.alloc_local((V,), P.storage(BF16))
+            for k in P.serial(H // V if P.cpu else 1):
+                col = b * B + (k + thread(P)) * V
+                if col < H:
+                    for i in P.unroll(n):
+                        for v in P.vectorized(V):
+                            xs[i, v] = x[t, i, col + v]
+                    for v in P.unroll(V):
+                        acc[v] = P.f32(0)
+                    for i in P.unroll(n):
+                        for v in P.unroll(V):
+                            acc[v] = P.fma(mix[t, i, 0], P.to_f32(xs[i, v], BF16), acc[v])
+                    for v in P.vectorized(V):
+                        mixed[v] = P.from_f32(acc[v], BF16)
+                    for v in P.vectorized(V):
+                        out[t, col + v] = mixed[v]
 
     return main
 
 
-def apply_mix_bwd(P, n, H, has, threads=256):
-    """One block a token, which sums d_mix over the whole row."""
+def apply_mix_bwd(P, n, H, has):
+    """A block takes a token: d_x column by column, and d_mix as sums over the whole row."""
     T = P.dynamic("T")
-    B = P.pad(H, threads)
+    threads = block_threads(H, (128, 160, 192, 224, 256))
+    V = vector(P)
+    L = lanes(P)
     want_x, want_mix, add = "d_x" in has, "d_mix" in has, "+d_x" in has
+    sums = block_sums(P)
+    steps = H // V if P.cpu else -(-H // (threads * V))
+    stride = 1 if P.cpu else threads
 
     @P.prim_func
     def main(
@@ -43,34 +60,88 @@ def apply_mix_bwd(P, n, H, has, threads=256):
         d_mix: P.Tensor((T, n, 1), F32),
     ):
         with P.Kernel(T, threads=threads) as t:
-            g = P.alloc_fragment((B,), F32)
-            xs = P.alloc_fragment((B,), F32)
-            s = P.alloc_fragment((1,), F32)
-            P.load(d_out[t, 0:B], g, BF16)
+            gs = P.alloc_local((V,), P.storage(BF16))
+            xs = P.alloc_local((n, V), P.storage(BF16))
+            old = P.alloc_local((n, V), P.storage(BF16))
+            dx = P.alloc_local((V,), F32)
+            rounded = P.alloc_local((V,), P.storage(BF16))
+            acc = P.alloc_local((n, L), F32)
+            total = P.alloc_local((n if P.cpu else 1,), F32)
+            shared = P.alloc_shared((n * threads // 32,), F32)
             for i in P.unroll(n):
-                if want_mix:
-                    P.load(x[t, i, 0:B], xs, BF16)
-                    for j in P.Parallel(B):
-                        xs[j] = xs[j] * g[j]
-                    P.reduce_sum(xs, s)
-                    for k in P.Parallel(1):
-                        d_mix[t, i, k] = s[k]
-                if want_x:
-                    if add:
-                        P.load(d_x[t, i, 0:B], xs, BF16)
-                        for j in P.Parallel(B):
-                            xs[j] = P.fma(mix[t, i, 0], g[j], xs[j])
-                    else:
-                        for j in P.Parallel(B):
-                            xs[j] = P.mul(mix[t, i, 0], g[j])
-                    P.store(xs, d_x[t, i, 0:B], BF16)
+                for lane in P.unroll(L):
+                    acc[i, lane] = P.f32(0)
+            for k in P.serial(steps):
+                col = (k * stride + thread(P)) * V
+                if col < H:
+                    for v in P.vectorized(V):
+                        gs[v] = d_out[t, col + v]
+                    for i in P.unroll(n):
+                        if want_mix:
+                            for v in P.vectorized(V):
+                                xs[i, v] = x[t, i, col + v]
+                        if add:
+                            for v in P.vectorized(V):
+                                old[i, v] = d_x[t, i, col + v]
+                    for i in P.unroll(n):
+                        if want_mix:
+                            for c in P.unroll(V // L):
+                                for lane in P.unroll(L):
+                                    acc[i, lane] = P.fma(
+                                        P.to_f32(gs[c * L + lane], BF16), P.to_f32(xs[i, c * L + lane], BF16), acc[i, lane]
+                                    )
+                        if want_x:
+                            for v in P.unroll(V):
+                                if add:
+                                    dx[v] = P.fma(mix[t, i, 0], P.to_f32(gs[v], BF16), P.to_f32(old[i, v], BF16))
+                                else:
+                                    dx[v] = P.mul(mix[t, i, 0], P.to_f32(gs[v], BF16))
+                            for v in P.vectorized(V):
+                                rounded[v] = P.from_f32(dx[v], BF16)
+                            for v in P.vectorized(V):
+                                d_x[t, i, col + v] = rounded[v]
+            if want_mix:
+                sums(acc, total, shared, n, threads)
+                if P.cpu:
+                    for i in P.serial(n):
+                        d_mix[t, i, 0] = total[i]
+                else:
+                    if thread(P) < n:
+                        d_mix[t, thread(P), 0] = total[0]
 
     return main
 
 
 def check(env: Env) -> None:
+    check_streams("mhc_pre_apply_mix", "x", "n", env)
     check_hidden("mhc_pre_apply_mix", "x", env)
 
+
+DOC = """Mix the residual streams into the input of a sub-layer.
+
+out[..., d] = sum_i mix[..., i, 0] * x[..., i, d]
+
+Args:
+    x: [..., n, H] bf16, the residual streams; H a multiple of 128.
+    mix: [..., n, 1] f32, the weights of the streams.
+
+Returns:
+    [..., H] bf16.
+
+Raises:
+    TypeError: a dtype is another one.
+    ValueError: a shape does not fit, or H is no multiple of 128.
+
+Numerics:
+    fp32 FMA in ascending stream order from zero, rounded once.
+
+Gradient:
+    d_mix_i = sum_d d_out[d] * x[i, d] in fp32; d_x[i, d] = mix_i * d_out[d], rounded once, also where it is added to a
+    gradient buffer.
+
+Source:
+    mHC: Manifold-Constrained Hyper-Connections, 2025.
+"""
 
 mhc_pre_apply_mix = declare(
     "mhc_pre_apply_mix",
@@ -81,4 +152,5 @@ mhc_pre_apply_mix = declare(
     backward_launches=[Launch(apply_mix_bwd, "d_out x mix -> d_x d_mix", key="n H")],
     accumulates="d_x",
     check=check,
+    doc=DOC,
 )

@@ -1,0 +1,32 @@
+# make demo | test | test-gpu | lint | bench.  Everything that is needed is set up in .venv the first time.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+
+.PHONY: demo test test-gpu lint bench clean
+
+$(VENV)/.ready: pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c .ci/constraints.txt "torch==2.13.0"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c .ci/constraints.txt -e ".[torch,jax,test,dev]"
+	touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/python examples/train_mhc.py $(ARGS)
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+# Installs nothing: the interpreter that PYTHON names must have torch, jax, tilelang, jax-tvm-ffi and pytest.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu $(ARGS)
+
+bench: $(VENV)/.ready
+	$(BIN)/python -m tk_core bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info out

@@ -1,0 +1,1 @@
+"""Cases, timers, report and plots of `python -m tk_core bench`; the cases also feed the tests."""

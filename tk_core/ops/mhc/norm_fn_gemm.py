@@ -1,0 +1,251 @@
+"""The two matrix kernels of `mhc_pre_norm_fn`: x @ F^T with row sums of squares, and its gradient.
+
+F and dy come as two bfloat16 terms, hi + lo, so that products of bfloat16 tensor cores are as good as nearly fp32 ones.
+x is read once in either direction. On the C target the same sums are plain fp32 loops that the compiler vectorizes.
+"""
+
+from tk_core.ops.mhc.common import BF16, F32
+
+# Columns of one step of the forward kernel: S slices of K are whole numbers of these.
+STEP = 64
+# Rows of one forward block; rows of one step of the backward kernel.
+FORWARD_ROWS = 256
+BACKWARD_ROWS = 64
+
+
+def padded(J):
+    """Rows of F in each of its two terms: the narrowest matrix instruction takes 2 * 8 columns, the deepest step 16."""
+    return -(-J // 16) * 16
+
+
+def gemm_sumsq(P, n, H, J, BM=FORWARD_ROWS, threads=256, stages=4):
+    """part[s, t, 0, j] = sum over slice s of x[t, k] * F[j, k]; psq[s, t, 0] likewise of x[t, k]^2."""
+    if P.cpu:
+        return _gemm_sumsq_c(P, n, H, J)
+    T, S, K, Jp = P.dynamic("T"), P.dynamic("S"), n * H, padded(J)
+    # 16-byte shared loads for the squares; inference would choose single elements
+    vectors = STEP // 8
+    rows = threads // vectors
+    layout = P.Fragment([BM, STEP], forward_fn=lambda i, j: (i % rows * vectors + j // 8, i // rows * 8 + j % 8))
+
+    @P.prim_func
+    def main(
+        x: P.Tensor((T, n, H), BF16),
+        F: P.Tensor((2, Jp, K), BF16),
+        part: P.Tensor((S, T, 1, J), F32),
+        psq: P.Tensor((S, T, 1), F32),
+        steps: P.int32,
+    ):
+        with P.Kernel(P.ceildiv(T, BM), S, threads=threads) as (b, s):
+            x2 = P.reshape(x, (T, K))
+            f2 = P.reshape(F, (2 * Jp, K))
+            xs = P.alloc_shared((BM, STEP), BF16)
+            fs = P.alloc_shared((2 * Jp, STEP), BF16)
+            acc = P.alloc_fragment((BM, 2 * Jp), F32)
+            low = P.alloc_fragment((BM, Jp), F32)
+            squares = P.alloc_fragment((BM, STEP), F32)
+            total = P.alloc_fragment((BM,), F32)
+            P.clear(acc)
+            for i, j in P.Parallel(BM, STEP, loop_layout=layout):
+                squares[i, j] = 0
+            for k in P.Pipelined(steps, num_stages=stages):
+                P.copy(x2[b * BM, (s * steps + k) * STEP], xs)
+                P.copy(f2[0, (s * steps + k) * STEP], fs)
+                P.gemm(xs, fs, acc, transpose_B=True, policy=P.GemmWarpPolicy.FullRow)
+                for i, j in P.Parallel(BM, STEP):
+                    squares[i, j] = squares[i, j] + P.to_f32(xs[i, j], BF16) * P.to_f32(xs[i, j], BF16)
+            P.reduce_sum(squares, total)
+            # a loop over a fragment may index it in one way only, hence the copy of the second half
+            for i, j in P.Parallel(BM, Jp):
+                low[i, j] = acc[i, j + Jp]
+            for i, j in P.Parallel(BM, Jp):
+                if b * BM + i < T and j < J:
+                    part[s, b * BM + i, 0, j] = acc[i, j] + low[i, j]
+            for i in P.Parallel(BM):
+                if b * BM + i < T:
+                    psq[s, b * BM + i, 0] = total[i]
+
+    return main
+
+
+def _gemm_sumsq_c(P, n, H, J, BM=64, BK=128):
+    """k outermost, j innermost and contiguous: independent sums, vectorized without reassociation."""
+    T, S, K, Jp = P.dynamic("T"), P.dynamic("S"), n * H, padded(J)
+
+    @P.prim_func
+    def main(
+        x: P.Tensor((T, n, H), BF16),
+        F: P.Tensor((2, Jp, K), BF16),
+        part: P.Tensor((S, T, 1, J), F32),
+        psq: P.Tensor((S, T, 1), F32),
+        steps: P.int32,
+    ):
+        with P.Kernel(P.ceildiv(T, BM), S, threads=1) as (b, s):
+            x2 = P.reshape(x, (T, K))
+            xf = P.alloc_local((BK,), F32)
+            ft = P.alloc_local((BK, Jp), F32)
+            acc = P.alloc_local((BM, Jp), F32)
+            squares = P.alloc_local((BM,), F32)
+            square = P.alloc_local((1,), F32)
+            for i, j in P.grid(BM, Jp):
+                acc[i, j] = 0
+            for i in P.serial(BM):
+                squares[i] = 0
+            for c in P.serial(P.ceildiv(steps * STEP, BK)):
+                for j, k in P.grid(Jp, BK):
+                    ft[k, j] = 0
+                    if c * BK + k < steps * STEP:
+                        ft[k, j] = P.to_f32(F[0, j, s * steps * STEP + c * BK + k], BF16) + P.to_f32(
+                            F[1, j, s * steps * STEP + c * BK + k], BF16
+                        )
+                for i in P.serial(P.min(BM, T - b * BM)):
+                    for k in P.serial(BK):
+                        xf[k] = 0
+                        if c * BK + k < steps * STEP:
+                            xf[k] = P.to_f32(x2[b * BM + i, s * steps * STEP + c * BK + k], BF16)
+                    for k in P.serial(BK):
+                        for j in P.serial(Jp):
+                            acc[i, j] = acc[i, j] + xf[k] * ft[k, j]
+                    for k in P.serial(BK):
+                        xf[k] = xf[k] * xf[k]
+                    P.reduce_sum(xf, square)
+                    squares[i] = squares[i] + square[0]
+            for i in P.serial(P.min(BM, T - b * BM)):
+                psq[s, b * BM + i, 0] = squares[i]
+                for j in P.serial(J):
+                    part[s, b * BM + i, 0, j] = acc[i, j]
+
+    return main
+
+
+def gemm_bwd(P, n, H, J, has, BT=BACKWARD_ROWS, BN=256, threads=256, stages=2, blocks=1):
+    """d_x[t, k] = sum_j dy[t, j] * F[j, k] + 2 * x[t, k] * dq[t]; part[r, j, k] = sum over rows of slice r of dy[t, j] * x[t, k].
+
+    A block owns BN columns and walks over the rows of its slice: the sums over rows stay in registers.
+    """
+    want_x, want_part, add = "d_x" in has, "part" in has, "+d_x" in has
+    if P.cpu:
+        return _gemm_bwd_c(P, n, H, J, want_x, want_part, add)
+    from tilelang.layout import make_swizzled_layout
+
+    T, R, K, Jp = P.dynamic("T"), P.dynamic("R"), n * H, padded(J)
+    BN = BN if K % BN == 0 else 128
+    across = P.GemmWarpPolicy.FullCol if BT == 64 else P.GemmWarpPolicy.FullRow
+    down = P.GemmWarpPolicy.FullRow
+
+    @P.prim_func
+    def main(
+        dy: P.Tensor((T, 2, Jp), BF16),
+        dq: P.Tensor((T, 1), F32),
+        F: P.Tensor((2, Jp, K), BF16),
+        x: P.Tensor((T, n, H), BF16),
+        d_x: P.Tensor((T, n, H), BF16),
+        part: P.Tensor((R, J, K), F32),
+        steps: P.int32,
+    ):
+        with P.Kernel(K // BN, R, threads=threads) as (b, r):
+            if blocks > 1:
+                P.annotate_min_blocks_per_sm(blocks)
+                P.no_set_max_nreg()
+            dy2 = P.reshape(dy, (T, 2 * Jp))
+            x2 = P.reshape(x, (T, K))
+            f2 = P.reshape(F, (2 * Jp, K))
+            new = P.reshape(d_x, (T, K))
+            # a second view: seen through one buffer, the loads of later rows would wait for the stores of earlier ones
+            old = P.reshape(d_x, (T, K))
+            xs = P.alloc_shared((BT, BN), BF16)
+            hi = P.alloc_shared((BT, Jp), BF16)
+            lo = P.alloc_shared((BT, Jp), BF16)
+            f_hi = P.alloc_shared((Jp, BN), BF16)
+            f_lo = P.alloc_shared((Jp, BN), BF16)
+            olds = P.alloc_shared((BT, BN), BF16)
+            news = P.alloc_shared((BT, BN), BF16)
+            dx = P.alloc_fragment((BT, BN), F32)
+            df = P.alloc_fragment((BN, Jp), F32)
+            q = P.alloc_fragment((BT,), F32)
+            if want_x:
+                P.copy(f2[0, b * BN], f_hi)
+                P.copy(f2[Jp, b * BN], f_lo)
+            if add:
+                P.annotate_layout({olds: make_swizzled_layout(olds)})
+            if want_part:
+                P.clear(df)
+            for t in P.Pipelined(P.min(steps, P.ceildiv(T, BT) - r * steps), num_stages=stages):
+                P.copy(dy2[(r * steps + t) * BT, 0], hi)
+                P.copy(dy2[(r * steps + t) * BT, Jp], lo)
+                P.copy(x2[(r * steps + t) * BT, b * BN], xs)
+                if add:
+                    P.copy(old[(r * steps + t) * BT, b * BN], olds)
+                if want_x:
+                    for i in P.Parallel(BT):
+                        q[i] = P.if_then_else((r * steps + t) * BT + i < T, 2 * dq[(r * steps + t) * BT + i, 0], P.float32(0))
+                    P.gemm(hi, f_hi, dx, policy=across, clear_accum=True)
+                    P.gemm(hi, f_lo, dx, policy=across)
+                    P.gemm(lo, f_hi, dx, policy=across)
+                if want_part:
+                    P.gemm(xs, hi, df, transpose_A=True, policy=down)
+                    P.gemm(xs, lo, df, transpose_A=True, policy=down)
+                if want_x:
+                    for i, j in P.Parallel(BT, BN):
+                        dx[i, j] = dx[i, j] + q[i] * P.to_f32(xs[i, j], BF16)
+                    if add:
+                        for i, j in P.Parallel(BT, BN):
+                            dx[i, j] = dx[i, j] + P.to_f32(olds[i, j], BF16)
+                    P.copy(dx, news)
+                    P.copy(news, new[(r * steps + t) * BT, b * BN])
+            if want_part:
+                for i, j in P.Parallel(BN, Jp):
+                    if j < J:
+                        part[r, j, b * BN + i] = df[i, j]
+
+    return main
+
+
+def _gemm_bwd_c(P, n, H, J, want_x, want_part, add, BN=128):
+    """Columns innermost and contiguous: independent sums, vectorized without reassociation."""
+    T, R, K, Jp = P.dynamic("T"), P.dynamic("R"), n * H, padded(J)
+
+    @P.prim_func
+    def main(
+        dy: P.Tensor((T, 2, Jp), BF16),
+        dq: P.Tensor((T, 1), F32),
+        F: P.Tensor((2, Jp, K), BF16),
+        x: P.Tensor((T, n, H), BF16),
+        d_x: P.Tensor((T, n, H), BF16),
+        part: P.Tensor((R, J, K), F32),
+        steps: P.int32,
+    ):
+        with P.Kernel(K // BN, R, threads=1) as (b, r):
+            x2 = P.reshape(x, (T, K))
+            new = P.reshape(d_x, (T, K))
+            ff = P.alloc_local((J, BN), F32)
+            df = P.alloc_local((J, BN), F32)
+            xf = P.alloc_local((BN,), F32)
+            dx = P.alloc_local((BN,), F32)
+            g = P.alloc_local((J,), F32)
+            for j, k in P.grid(J, BN):
+                ff[j, k] = P.to_f32(F[0, j, b * BN + k], BF16) + P.to_f32(F[1, j, b * BN + k], BF16)
+                df[j, k] = 0
+            for i in P.serial(P.min(steps * BACKWARD_ROWS, T - r * steps * BACKWARD_ROWS)):
+                for j in P.serial(J):
+                    g[j] = P.to_f32(dy[r * steps * BACKWARD_ROWS + i, 0, j], BF16) + P.to_f32(dy[r * steps * BACKWARD_ROWS + i, 1, j], BF16)
+                for k in P.serial(BN):
+                    xf[k] = P.to_f32(x2[r * steps * BACKWARD_ROWS + i, b * BN + k], BF16)
+                if want_part:
+                    for j, k in P.grid(J, BN):
+                        df[j, k] = df[j, k] + g[j] * xf[k]
+                if want_x:
+                    for k in P.serial(BN):
+                        dx[k] = 2 * dq[r * steps * BACKWARD_ROWS + i, 0] * xf[k]
+                    for j, k in P.grid(J, BN):
+                        dx[k] = dx[k] + g[j] * ff[j, k]
+                    if add:
+                        for k in P.serial(BN):
+                            dx[k] = dx[k] + P.to_f32(new[r * steps * BACKWARD_ROWS + i, b * BN + k], BF16)
+                    for k in P.serial(BN):
+                        new[r * steps * BACKWARD_ROWS + i, b * BN + k] = P.from_f32(dx[k], BF16)
+            if want_part:
+                for j, k in P.grid(J, BN):
+                    part[r, j, b * BN + k] = df[j, k]
+
+    return main

@@ -1,0 +1,168 @@
+"""Run a rule on torch tensors: plan, layout copies, allocation, launches. No autograd and no dispatcher in here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core.device import arch_of
+from tk_core.errors import type_error, value_error
+from tk_core.kernels import count_copy
+from tk_core.op import Rule, Type
+from tk_core.plan import Plan
+
+DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+# Plans by rule, types and attributes. Rows are part of a plan (not of a kernel), so the number of plans is bounded here.
+_MAX_PLANS = 8192
+_plans: dict[tuple, _TorchPlan] = {}
+
+
+class _TorchPlan:
+    """A plan with torch's names: what `run` needs, and nothing to look up."""
+
+    __slots__ = ("allocate", "cuda", "device", "flat", "num_inputs", "results", "size", "steps", "zeros")
+
+    def __init__(self, plan: Plan, device: torch.device, wanted: frozenset[str]) -> None:
+        slots = {name: i for i, name in enumerate(plan.rule.slots)}
+        self.device = device
+        self.cuda = device.index if device.type == "cuda" else None
+        self.allocate = tuple((slot, shape, getattr(torch, dtype)) for slot, shape, dtype in (*plan.outs, *plan.work))
+        self.zeros = plan.zeros if not plan.steps else ()
+        self.results = tuple(slots[name] if name in wanted else None for name in plan.rule.outs)
+        self.num_inputs = plan.num_inputs
+        self.size = plan.num_slots
+        self.flat = plan.flat
+        self.steps = plan.steps
+
+
+def types_of(tensors: Sequence[Tensor | None]) -> list[Type | None]:
+    """What the core judges: shape, dtype name and device of every tensor."""
+    return [None if t is None else (t.shape, DTYPE_NAMES[t.dtype], t.device) for t in tensors]
+
+
+def target_of(device: torch.device) -> str:
+    """The compilation target of a device."""
+    return "c" if device.type == "cpu" else arch_of(*torch.cuda.get_device_capability(device))
+
+
+def judge_tensors(rule: Rule, tensors: Sequence[Any]) -> None:
+    """Every argument is a tensor, or None where the declaration allows it."""
+    for arg, t in zip(rule.ins.values(), tensors, strict=True):
+        if t is not None and not isinstance(t, Tensor):
+            raise type_error(rule.name, arg.name, f"a {arg.dtype} array of shape {arg}", type(t).__name__)
+
+
+def _plan(key: tuple, rule: Rule, tensors: Sequence[Any], values: tuple, wanted: frozenset[str]) -> _TorchPlan:
+    judge_tensors(rule, tensors[: len(rule.ins)])
+    first = next((t for t in tensors if t is not None), None)
+    if first is not None and first.device.type not in ("cpu", "cuda"):
+        raise value_error(rule.name, next(iter(rule.ins)), "a CPU or CUDA array", f"device {first.device}")
+    device = first.device if first is not None else torch.device("cpu")
+    attrs = dict(zip(rule.attrs, values, strict=True))
+    types = types_of(tensors)
+    rule.bind(types, attrs)  # judge before a target is asked for
+    plan = _TorchPlan(Plan(rule, target_of(device), types, attrs, wanted), device, wanted)
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def fast_layout(t: Tensor | None) -> Tensor | None:
+    """The tensor as kernels take it: contiguous and 16-byte aligned; anything else is copied once, and counted."""
+    if t is None or (t.is_contiguous() and not t.data_ptr() & 15):
+        return t
+    count_copy()
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def run(
+    rule: Rule,
+    tensors: Sequence[Tensor | None],
+    values: tuple,
+    wanted: frozenset[str],
+    given: Mapping[str, Tensor] | None = None,
+) -> list[Tensor | None]:
+    """Execute a rule.
+
+    Args:
+        rule: what to run.
+        tensors: its arguments and then its accumulators, None where absent.
+        values: its attributes in order.
+        wanted: the results to compute.
+        given: results that the caller provides, by name.
+
+    Returns:
+        The results in the rule's order, None for those that are not wanted.
+    """
+    key = (rule, wanted, values, *[None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
+    plan = _plans.get(key) or _plan(key, rule, tensors, values, wanted)
+    memory: list[Any] = [*map(fast_layout, tensors)]
+    if rule.accumulates:
+        _judge_accumulators(rule, tensors)
+    memory += [None] * (plan.size - len(memory))
+    if given:
+        _place_given(rule, plan, memory, given, tensors, values)
+    device = plan.device
+    for slot, shape, dtype in plan.allocate:
+        if memory[slot] is None:
+            memory[slot] = torch.empty(shape, dtype=dtype, device=device)
+    for slot in plan.zeros:
+        memory[slot].zero_()
+    arrays = memory if plan.flat is None else _flatten(memory, plan.flat)
+    if plan.cuda is not None and plan.cuda != torch.cuda.current_device():
+        with torch.cuda.device(plan.cuda):
+            _launch(plan, arrays)
+    else:
+        for step in plan.steps:
+            step.kernel.run(*step.gather(arrays), *step.scalars)
+            step.kernel.calls += 1
+    return [None if slot is None else memory[slot] for slot in plan.results]
+
+
+def _launch(plan: _TorchPlan, arrays: list[Any]) -> None:
+    for step in plan.steps:
+        step.kernel.run(*step.gather(arrays), *step.scalars)
+        step.kernel.calls += 1
+
+
+def _flatten(memory: list[Any], flat: tuple) -> list[Any]:
+    """The leading axes as one, without a copy: every tensor in here is contiguous."""
+    arrays = [t if t is None or shape is None else t.view(shape) for t, shape in zip(memory, flat, strict=False)]
+    return [*arrays, *memory[len(arrays) :]]
+
+
+def _judge_accumulators(rule: Rule, tensors: Sequence[Tensor | None]) -> None:
+    for name, t in zip(rule.accumulates, tensors[len(rule.ins) :], strict=False):
+        if t is not None:
+            _judge_layout(rule, f"acc_{name}", t)
+            torch.autograd.graph.increment_version(t)
+
+
+def _judge_layout(rule: Rule, argument: str, t: Tensor) -> None:
+    if not t.is_contiguous():
+        raise value_error(rule.name, argument, "a contiguous array to write to", f"strides {t.stride()}")
+    if t.data_ptr() & 15:
+        raise value_error(rule.name, argument, "a 16-byte aligned array to write to", f"address {t.data_ptr():#x}")
+
+
+def _place_given(
+    rule: Rule, plan: _TorchPlan, memory: list[Any], given: Mapping[str, Tensor], tensors: Sequence[Tensor | None], values: tuple
+) -> None:
+    env = rule.bind(types_of(tensors), dict(zip(rule.attrs, values, strict=True)))
+    slots = rule.slots
+    for name, t in given.items():
+        if not isinstance(t, Tensor):
+            raise type_error(rule.name, name, "an array to write to", type(t).__name__)
+        rule.judge_written(name, name, (t.shape, DTYPE_NAMES[t.dtype], t.device), env)
+        if t.device != plan.device:
+            raise value_error(rule.name, name, f"device {plan.device}", t.device)
+        _judge_layout(rule, name, t)
+        with contextlib.suppress(RuntimeError):  # an inference tensor has no version
+            torch.autograd.graph.increment_version(t)
+        memory[slots.index(name)] = t

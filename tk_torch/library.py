@@ -1,0 +1,362 @@
+"""Torch operators and autograd from the declarations: `tk::<name>`, `tk::<name>_bwd`, and one callable an operation.
+
+Plain eager calls go straight to the kernels, or through one `autograd.Function` when a gradient is needed. Everything
+else that torch can do to a call (tracing, fake tensors, functionalization, subclasses, modes) goes through the
+dispatcher, and torch.func through a Function with a vmap rule. All of them end in `tk_torch.launch.run`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tk_core.op import Op, Rule
+from tk_torch import launch
+
+_library = torch.library.Library("tk", "FRAGMENT")
+_SCHEMA_TYPES = {int: "int", float: "float", str: "str", bool: "bool"}
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_functorch_active = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._is_torch_function_mode_enabled
+_forward_ad = torch.autograd.forward_ad
+
+
+def _is_plain(tensors: Sequence[Any]) -> bool:
+    """Whether a call is an ordinary eager one, so that nothing but autograd has to see it."""
+    if _functorch_active() or _dispatch_modes() or _function_modes() or _forward_ad._current_level >= 0:
+        return False
+    return all(t is None or (type(t) in _PLAIN_TYPES and (t.is_cpu or t.is_cuda)) for t in tensors)
+
+
+class Direction:
+    """One rule as a torch operator: schema, implementation, fake, autograd, and the Function for torch.func.
+
+    Its calls take (tensors, values, mask): arguments followed by accumulators, attributes, and a bit mask of the wanted
+    results. Results that are not wanted come back as empty tensors from the operator, and as None from `call`.
+    """
+
+    def __init__(self, rule: Rule, gradient: Gradient) -> None:
+        self.rule = rule
+        self.gradient = gradient
+        self.num_tensors = rule.num_inputs
+        self.all = (1 << len(rule.outs)) - 1
+        # gradients are computed on demand, results of a forward rule always
+        self.selective = any(arg.optional for arg in rule.outs.values())
+        self.eager_function = _eager_function(self)
+        self.func_function = _func_function(self)
+        self.operator = self._register()
+
+    @functools.cache  # noqa: B019 - one entry a mask, and a Direction lives as long as the process
+    def wanted(self, mask: int) -> frozenset[str]:
+        """The names of the results in a mask."""
+        return frozenset(name for i, name in enumerate(self.rule.outs) if mask >> i & 1)
+
+    def run(self, tensors: Sequence[Any], values: tuple, mask: int, given: dict[str, Tensor] | None = None) -> list[Tensor | None]:
+        """Launch, whatever autograd thinks."""
+        return launch.run(self.rule, tensors, values, self.wanted(mask), given)
+
+    def call(self, tensors: Sequence[Any], values: tuple, mask: int, context: Any = None, given: dict[str, Tensor] | None = None) -> list[Tensor | None]:
+        """The results under every transform that torch may have put around the call."""
+        if torch.compiler.is_compiling():
+            return self._dispatch(tensors, values, mask)
+        if _is_plain(tensors):
+            if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[: len(self.rule.ins)]):
+                given = given or {}
+                return list(self.eager_function.apply(values, mask, context, tuple(given), *tensors, *given.values()))
+            return self.run(tensors, values, mask, given)
+        if _functorch_active():
+            return list(self.func_function.apply(values, mask, *tensors))
+        launch.judge_tensors(self.rule, tensors[: len(self.rule.ins)])
+        return self._dispatch(tensors, values, mask)
+
+    def _dispatch(self, tensors: Sequence[Any], values: tuple, mask: int) -> list[Tensor | None]:
+        return self._unpack(self.operator(*self._pack(tensors, values, mask)), mask)
+
+    # ---- the operator
+
+    def _pack(self, tensors: Sequence[Any], values: tuple, mask: int) -> tuple:
+        """Operator arguments: tensors, attributes, the mask where results are selective, accumulators."""
+        num_ins = len(self.rule.ins)
+        return (*tensors[:num_ins], *values, *((mask,) if self.selective else ()), *tensors[num_ins:])
+
+    def _split(self, args: Sequence[Any]) -> tuple[list[Any], tuple, int]:
+        """The reverse of `_pack`."""
+        num_ins, end = len(self.rule.ins), len(self.rule.ins) + len(self.rule.attrs)
+        mask = args[end] if self.selective else self.all
+        accumulators = list(args[end + self.selective :])
+        accumulators += [None] * (len(self.rule.accumulates) - len(accumulators))
+        return [*args[:num_ins], *accumulators], tuple(args[num_ins:end]), mask
+
+    def _unpack(self, outs: Any, mask: int) -> list[Tensor | None]:
+        """Operator results as `run` gives them."""
+        outs = (outs,) if isinstance(outs, Tensor) else outs
+        return [t if mask >> i & 1 else None for i, t in enumerate(outs)]
+
+    def _register(self) -> Any:
+        rule = self.rule
+        params = [f"Tensor{'?' if arg.optional else ''} {arg.name}" for arg in rule.ins.values()]
+        params += [f"{_SCHEMA_TYPES[type(value)]} {name}" for name, value in rule.attrs.items()]
+        params += ["int wanted"] if self.selective else []
+        params += [f"Tensor({chr(97 + i)}!)? acc_{name}=None" for i, name in enumerate(rule.accumulates)]
+        results = ", ".join("Tensor" for _ in rule.outs)
+        _library.define(f"{rule.name}({', '.join(params)}) -> {results if len(rule.outs) == 1 else f'({results})'}")
+        for key in ("CPU", "CUDA"):
+            _library.impl(rule.name, self._implementation, key)
+        _library.impl(rule.name, self._autograd, "Autograd")
+        torch.library.register_fake(f"tk::{rule.name}", self._fake, lib=_library)
+        return getattr(torch.ops.tk, rule.name).default
+
+    def _results(self, outs: Sequence[Tensor | None], like: Tensor) -> Any:
+        full = tuple(like.new_empty(0) if t is None else t for t in outs)
+        return full[0] if len(full) == 1 else full
+
+    def _implementation(self, *args: Any) -> Any:
+        tensors, values, mask = self._split(args)
+        outs = self.run(tensors, values, mask)
+        return self._results(outs, next(t for t in tensors if t is not None))
+
+    def _fake(self, *args: Any) -> Any:
+        tensors, values, mask = self._split(args)
+        rule, wanted = self.rule, self.wanted(mask)
+        env = rule.bind(launch.types_of(tensors), dict(zip(rule.attrs, values, strict=True)))
+        like = next(t for t in tensors if t is not None)
+        accumulated = {name for name, t in zip(rule.accumulates, tensors[len(rule.ins) :], strict=True) if t is not None}
+        outs = []
+        for name in rule.outs:
+            if name in wanted and name not in accumulated:
+                shape, dtype = rule.type_of(name, env)
+                outs.append(like.new_empty(shape, dtype=getattr(torch, dtype)))
+            else:
+                outs.append(None)
+        return self._results(outs, like)
+
+    def _autograd(self, *args: Any) -> Any:
+        tensors, values, mask = self._split(args)
+        ins = tensors[: len(self.rule.ins)]
+        needs = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in ins)
+        # duals of forward mode go through the Function as well: it refuses them instead of dropping them
+        if needs or _forward_ad._current_level >= 0:
+            outs = self.eager_function.apply(values, mask, None, (), *tensors)
+            return self._results(outs, next(t for t in tensors if t is not None))
+        return self.below_autograd(args)
+
+    def below_autograd(self, args: Sequence[Any]) -> Any:
+        """The operator without its autograd layer."""
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.operator(*args)
+
+    def below(self, tensors: Sequence[Any], values: tuple, mask: int, given: dict[str, Tensor] | None) -> list[Tensor | None]:
+        """What a Function's forward calls: kernels in plain eager, the operator below autograd elsewhere."""
+        if not torch.compiler.is_compiling() and _is_plain(tensors):
+            return self.run(tensors, values, mask, given)
+        return self._unpack(self.below_autograd(self._pack(tensors, values, mask)), mask)
+
+
+class Gradient:
+    """What a rule's Functions do in the backward pass; this one refuses."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any], values: tuple, context: Any) -> None:
+        """Keep what `backward` needs."""
+
+    def backward(self, ctx: Any, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Gradients of the tensors of the call."""
+        raise RuntimeError(f"{self.name}: double backward is not implemented")
+
+
+class RuleGradient(Gradient):
+    """The backward rule of an operation, read off the names of its declaration."""
+
+    def __init__(self, op: Op, backward: Direction) -> None:
+        super().__init__(op.name)
+        self.op = op
+        self.rule = backward.rule
+        self.backward_direction = backward
+        self.names = (*op.forward.ins, *op.forward.outs)
+        self.saved = [self.names.index(name) for name in op.saved]
+        self.private = [i for i, name in enumerate(op.forward.outs) if name not in op.returns]
+        outs = list(op.forward.outs)
+        self.cotangents = [outs.index(name) for name in op.cotangents]
+        self.gradient_of = {name.removeprefix("d_"): i for i, name in enumerate(backward.rule.outs)}
+        self.order = [self.gradient_of.get(name) for name in op.forward.ins]
+        self.cotangent_first = [name in op.saved for name in backward.rule.ins]
+
+    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any], values: tuple, context: Any) -> None:
+        """Save the tensors that the backward rule names."""
+        ctx.save_for_backward(*((*tensors, *outs)[i] for i in self.saved))
+        ctx.values = values
+        ctx.context = context
+        ctx.set_materialize_grads(False)
+        if self.private:
+            ctx.mark_non_differentiable(*(outs[i] for i in self.private))
+
+    def backward(self, ctx: Any, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Run the backward rule for the gradients that somebody needs."""
+        needs = ctx.needs_input_grad[-len(self.order) - ctx.num_extra : len(ctx.needs_input_grad) - ctx.num_extra]
+        mask = sum(1 << i for need, i in zip(needs, self.order, strict=True) if need and i is not None)
+        given = [cotangents[i] for i in self.cotangents]
+        if not mask or all(g is None for g in given):
+            return [None] * len(self.order)
+        saved, incoming = iter(ctx.saved_tensors), iter(given)
+        ins = [next(saved) if is_saved else next(incoming) for is_saved in self.cotangent_first]
+        accumulators = self._accumulators(ctx, mask)
+        outs = self.backward_direction.call([*ins, *accumulators], ctx.values, mask)
+        outs = [None if acc is not None else t for t, acc in zip(outs, self._by_result(accumulators), strict=True)]
+        return [None if i is None else outs[i] for i in self.order]
+
+    def _accumulators(self, ctx: Any, mask: int) -> list[Tensor | None]:
+        """Buffers that gradients are to be added to; `context(saved)` finds them when the gradient is computed."""
+        names = self.rule.accumulates
+        if not names:
+            return []
+        found = ctx.context(dict(zip(self.op.saved, ctx.saved_tensors, strict=True))) if ctx.context is not None else {}
+        outs = list(self.rule.outs)
+        return [found.get(name.removeprefix("d_")) if mask >> outs.index(name) & 1 else None for name in names]
+
+    def _by_result(self, accumulators: list[Tensor | None]) -> list[Tensor | None]:
+        found = dict(zip(self.rule.accumulates, accumulators, strict=True))
+        return [found.get(name) for name in self.rule.outs]
+
+
+# ------------------------------------------------------------------ the two Functions of a direction
+
+
+def _eager_function(direction: Direction) -> type[torch.autograd.Function]:
+    """For plain eager and for the Autograd key: the form with the least overhead."""
+    gradient = direction.gradient
+    num_ins, num_tensors = len(direction.rule.ins), direction.num_tensors
+
+    def forward(ctx: Any, values: tuple, mask: int, context: Any, names: tuple[str, ...], *tensors: Any) -> Any:
+        given = dict(zip(names, tensors[num_tensors:], strict=True))
+        if torch.compiler.is_compiling() or not _is_plain(tensors):
+            ready: Sequence[Any] = tensors[:num_tensors]
+        else:
+            # layout copies are made before saving, so that the backward pass need not make them again
+            launch.judge_tensors(direction.rule, tensors[:num_ins])
+            ready = [*map(launch.fast_layout, tensors[:num_ins]), *tensors[num_ins:num_tensors]]
+        outs = direction.below(ready, values, mask, given)
+        ctx.num_extra = len(tensors) - num_ins
+        gradient.save(ctx, ready[:num_ins], outs, values, context)
+        if given:
+            ctx.mark_dirty(*given.values())
+        return tuple(outs)
+
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        return None, None, None, None, *gradient.backward(ctx, cotangents), *(None,) * ctx.num_extra
+
+    members = {"forward": forward, "backward": backward, "jvp": _refuse_jvp(direction)}
+    return type(direction.rule.name, (torch.autograd.Function,), {k: staticmethod(f) for k, f in members.items()})
+
+
+def _refuse_jvp(direction: Direction) -> Callable[..., Any]:
+    def jvp(*_: Any) -> Any:
+        raise RuntimeError(f"{direction.rule.name}: forward mode is not implemented")
+
+    return jvp
+
+
+def _func_function(direction: Direction) -> type[torch.autograd.Function]:
+    """For torch.func: outputs are saved in setup_context, and the vmap rule calls the direction again."""
+    gradient = direction.gradient
+    num_ins = len(direction.rule.ins)
+
+    def forward(values: tuple, mask: int, *tensors: Any) -> Any:
+        return tuple(direction.call(tensors, values, mask))
+
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        values, _, *tensors = inputs
+        ctx.num_extra = len(tensors) - num_ins
+        gradient.save(ctx, tensors[:num_ins], output, values, None)
+
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        return None, None, *gradient.backward(ctx, cotangents), *(None,) * ctx.num_extra
+
+    def vmap(info: Any, in_dims: tuple, values: tuple, mask: int, *tensors: Any) -> Any:
+        return _vmap(direction, info.batch_size, in_dims[2:], values, mask, tensors)
+
+    members = {"forward": forward, "setup_context": setup_context, "backward": backward, "vmap": vmap, "jvp": _refuse_jvp(direction)}
+    return type(f"{direction.rule.name}_func", (torch.autograd.Function,), {k: staticmethod(f) for k, f in members.items()})
+
+
+def _vmap(direction: Direction, size: int, dims: Sequence[int | None], values: tuple, mask: int, tensors: Sequence[Any]) -> Any:
+    """One more leading axis where only row arguments are batched and results are rows; otherwise a loop over the batch."""
+    rule = direction.rule
+    args = [*rule.ins.values(), *(rule.outs[name] for name in rule.accumulates)]
+    batched = [t is not None and d is not None for t, d in zip(tensors, dims, strict=True)]
+    rows_only = all(arg.rows or not b for arg, b in zip(args, batched, strict=True))
+    wanted = direction.wanted(mask)
+    if rows_only and all(rule.outs[name].rows for name in wanted):
+        front = [_to_front(t, d, size) if t is not None and arg.rows else t for arg, t, d in zip(args, tensors, dims, strict=True)]
+        outs = direction.call(front, values, mask)
+    else:
+        each = ([t.select(d, i) if b else t for t, d, b in zip(tensors, dims, batched, strict=True)] for i in range(size))
+        results = [direction.call(one, values, mask) for one in each]
+        outs = [None if column[0] is None else torch.stack(column) for column in zip(*results, strict=True)]
+    return tuple(outs), tuple(None if t is None else 0 for t in outs)
+
+
+def _to_front(t: Tensor, dim: int | None, size: int) -> Tensor:
+    return t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+
+
+# ------------------------------------------------------------------ one callable an operation
+
+
+class TorchOp:
+    """An operation under torch: `call(*tensors, **attributes)`; `forward` and `backward` are its two directions."""
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+        self.backward = Direction(op.backward, Gradient(op.name)) if op.backward is not None else None
+        gradient = RuleGradient(op, self.backward) if self.backward is not None else Gradient(op.name)
+        self.forward = Direction(op.forward, gradient)
+        self.public = [i for i, name in enumerate(op.forward.outs) if name in op.returns]
+        self.num_public = len(self.public)
+
+    def __call__(self, *tensors: Any, accumulators: Any = None, out: dict[str, Tensor] | None = None, **attrs: Any) -> Any:
+        """The public results. `accumulators(saved)` names buffers for gradients; `out` gives results to write to."""
+        values = self.op.forward.attributes(attrs)
+        forward = self.forward
+        if out is not None:
+            return self._into(tensors, values, accumulators, out)
+        outs = forward.call(tensors, values, forward.all, accumulators)
+        return outs[self.public[0]] if self.num_public == 1 else tuple(outs[i] for i in self.public)
+
+    def _into(self, tensors: Sequence[Any], values: tuple, accumulators: Any, out: dict[str, Tensor]) -> Any:
+        """Write to the caller's tensors: directly in plain eager, by a copy where a transform is at work."""
+        forward = self.forward
+        if not torch.compiler.is_compiling() and _is_plain((*tensors, *out.values())):
+            if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+                self._judge_overlap(tensors, out)
+            outs = forward.call(tensors, values, forward.all, accumulators, out)
+        else:
+            outs = forward.call(tensors, values, forward.all, accumulators)
+            for i, name in enumerate(forward.rule.outs):
+                if name in out:
+                    outs[i] = out[name].copy_(outs[i])
+        return outs[self.public[0]] if self.num_public == 1 else tuple(outs[i] for i in self.public)
+
+    def _judge_overlap(self, tensors: Sequence[Any], out: dict[str, Tensor]) -> None:
+        from tk_core.errors import value_error
+
+        saved = [(n, t) for n, t in zip(self.op.forward.ins, tensors, strict=False) if t is not None and n in self.op.saved]
+        for (argument, t), (name, target) in itertools.product(saved, out.items()):
+            if not isinstance(target, Tensor) or target.device != t.device:
+                continue
+            start, end = t.data_ptr(), t.data_ptr() + t.untyped_storage().nbytes()
+            if start < target.data_ptr() + target.numel() * target.element_size() and target.data_ptr() < end:
+                raise value_error(self.op.name, name, f"memory apart from {argument}, which the gradient needs", "overlapping arrays")
+
+
+@functools.cache
+def bind(op: Op) -> Callable[..., Any]:
+    """The torch form of an operation; registers its operators the first time."""
+    return TorchOp(op)
