@@ -16,7 +16,11 @@ class Torch:
     def array(self, a):
         if a is None:
             return None
-        t = self.torch.from_numpy(np.ascontiguousarray(a).view(np.uint8).reshape(-1).copy()) if a.size else self.torch.empty(0, dtype=self.torch.uint8)
+        t = (
+            self.torch.from_numpy(np.ascontiguousarray(a).view(np.uint8).reshape(-1).copy())
+            if a.size
+            else self.torch.empty(0, dtype=self.torch.uint8)
+        )
         return t.view(getattr(self.torch, a.dtype.name)).reshape(a.shape).to(self.device)
 
     def numpy(self, t):

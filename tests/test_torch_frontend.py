@@ -237,7 +237,9 @@ def test_export_and_checkpoint(name):
     op, tensors, attrs = sample(name, (6,), grad=True)
     bound = bind(op)
     want = gradients(lambda *a: bound(*a, **attrs), tensors)
-    assert_same(gradients(lambda *a: torch.utils.checkpoint.checkpoint(lambda *b: bound(*b, **attrs), *a, use_reentrant=False), tensors), want)
+    assert_same(
+        gradients(lambda *a: torch.utils.checkpoint.checkpoint(lambda *b: bound(*b, **attrs), *a, use_reentrant=False), tensors), want
+    )
 
     class Module(torch.nn.Module):
         def forward(self, *some):

@@ -49,7 +49,7 @@ def build(function: Any, target: str, dtypes: list[str], path: Path, pass_config
     """
     if target == "c":
         return _build_c(function, dtypes, path)
-    with _quiet():
+    with quiet():
         kernel = _jit_kernel(function, target, pass_configs)
         kernel.artifact.rt_mod.export_library(str(path))
     return kernel.get_kernel_source()
@@ -60,7 +60,7 @@ def source(function: Any, target: str, pass_configs: dict[str, Any]) -> str:
     if target == "c":
         return _c_source(function)
     spec = {"kind": "hip", "mcpu": target} if target.startswith("gfx") else {"kind": "cuda", "arch": target}
-    with _quiet(), tvm.target.Target(spec), tvm.transform.PassContext(opt_level=3, config=pass_configs):
+    with quiet(), tvm.target.Target(spec), tvm.transform.PassContext(opt_level=3, config=pass_configs):
         return tilelang.lower(function, target=spec).kernel_source
 
 
@@ -75,10 +75,11 @@ def _jit_kernel(function: Any, target: str, pass_configs: dict[str, Any]) -> Any
 
 
 @contextlib.contextmanager
-def _quiet() -> Any:
+def quiet() -> Any:
+    """TileLang's log of a compilation is for its own developers: errors are raised, the rest is noise to a user."""
     logger = logging.getLogger("tilelang")
     level = logger.level
-    logger.setLevel(logging.WARNING)
+    logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
@@ -91,7 +92,7 @@ def _quiet() -> Any:
 def _c_source(function: Any) -> str:
     # scalar loops: g++ vectorizes them, and the code generator's own vector types are slow structs
     config = {"tirx.disable_vectorize": True}
-    with _quiet(), tvm.target.Target("c"), tvm.transform.PassContext(opt_level=3, config=config):
+    with quiet(), tvm.target.Target("c"), tvm.transform.PassContext(opt_level=3, config=config):
         return tilelang.lower(function, target="c").kernel_source
 
 
@@ -142,6 +143,8 @@ def _entry(function: Any, dtypes: list[str], text: str) -> str:
     bound: set[str] = set()
     tensors: dict[str, int] = {}
     late: list[str] = []
+    # sizes that a tensor in use declares: an absent one must not bind them first
+    declared = {s.name for b in function.buffer_map.values() if b.name in used for s in b.shape if isinstance(s, tvm.tirx.Var)}
 
     def fail(condition: str, message: str) -> str:
         return f'  if ({condition}) return tk_fail("{message}");'
@@ -162,7 +165,7 @@ def _entry(function: Any, dtypes: list[str], text: str) -> str:
             lines += [
                 f"  const int64_t {s.name} = t{i} ? t{i}->shape[{k}] : 0;"
                 for k, s in enumerate(buffer.shape)
-                if isinstance(s, tvm.tirx.Var) and s.name not in bound and s.name in used and not bound.add(s.name)
+                if isinstance(s, tvm.tirx.Var) and s.name in used and s.name not in declared | bound and not bound.add(s.name)
             ]
             continue
         kind = f"t{i}->dtype.code != {dtype.code} || t{i}->dtype.bits != {dtype.bits} || t{i}->dtype.lanes != 1"

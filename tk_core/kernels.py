@@ -154,7 +154,9 @@ def load_named(name: str) -> None:
     title, _, key = name.removeprefix("tk.").rpartition(".")
 
     def missing(path: Path) -> dict[str, Any]:
-        raise CacheError(f"kernel {title} ({key}) is not loaded in this process and not in the cache {cache.root()}: call its operation once here")
+        raise CacheError(
+            f"kernel {title} ({key}) is not loaded in this process and not in the cache {cache.root()}: call its operation once here"
+        )
 
     so, _ = cache.library(key, missing)
     _counts["loads"] += 1
@@ -179,7 +181,8 @@ def function(launch: Launch, target: str, static: Mapping[str, Any]) -> Any:
     """The TileLang function of a kernel."""
     from tk_core import compiler
 
-    return launch.build(compiler.dialect(target), **launch.fixed, **_arguments(static))
+    with compiler.quiet():
+        return launch.build(compiler.dialect(target), **launch.fixed, **_arguments(static))
 
 
 def _arguments(static: Mapping[str, Any]) -> dict[str, Any]:

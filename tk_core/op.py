@@ -109,6 +109,7 @@ class Rule:
     check: Callable[[Env], None] | None = None
     derive: Callable[[Env], Env] | None = None
     accumulates: tuple[str, ...] = ()
+    # results without rows are sums over the rows: devices that share the rows add theirs up
     partial_results: bool = False
 
     @property
@@ -304,6 +305,6 @@ def declare(
     outs = typed(right, lambda key: True)
     bwd = Rule(
         f"{name}_bwd", ins, outs, tuple(backward_launches), parse(backward_work), attrs, check,
-        backward_derive, tuple(accumulates.split()),
+        backward_derive, tuple(accumulates.split()), partial_results=True,
     )  # fmt: skip
     return Op(name, area, fwd, bwd, public, doc)

@@ -3,14 +3,16 @@
 A kernel is chosen when a program is lowered, for the platform it is lowered for: tracing compiles nothing, and a CPU array
 is right also in a process that has a GPU.
 
-A program that `jax.export` has deserialized names its kernels. Its process must call `load()` once (it registers the target);
-kernels are then read from the kernel cache when the program first runs, and one that is not there raises an error.
+A program that another process exported with `jax.export` names its kernels. Hand it to `load(exported)` before it runs: its
+kernels are then read from the kernel cache. Exporting needs `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(TARGET)]`.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
+import re
 import struct
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -73,23 +75,26 @@ def _dispatcher() -> Any:
 def register(platform: str) -> None:
     """Register the target with XLA for "cpu" or "gpu"; done by itself when a program is lowered."""
     bridge = import_without_torch("jax_tvm_ffi")
-    bridge.register_ffi_target(TARGET, _dispatcher()["call"], ["attrs.call", "args", "rets"], platform=platform, allow_cuda_graph=True)
+    bridge.register_ffi_target(TARGET, _dispatcher()["call"], ["attrs.number", "args", "rets"], platform=platform, allow_cuda_graph=True)
 
 
-def load(names: Iterable[str] = ()) -> None:
-    """Make this process ready to run deserialized programs.
+def load(exported: jax.export.Exported | None = None) -> None:
+    """Make this process ready to run programs that another one has exported.
 
     Args:
-        names: kernels to load now; others are loaded from the kernel cache when a program first calls them.
+        exported: a deserialized program; without one, only the FFI target is registered.
 
     Raises:
-        CacheError: a named kernel is not in the kernel cache.
+        CacheError: a kernel of the program is not in the kernel cache.
     """
     register("cpu")
     if any(device.platform == "gpu" for device in jax.devices()):
         register("gpu")
-    for name in names:
-        kernels.load_named(name)
+    if exported is None:
+        return
+    for text in set(re.findall(r'text = "(tk\.[^"]*)"', exported.mlir_module())):
+        define(text)
+        kernels.load_named(text.partition("|")[0])
 
 
 def launch_counts(reset: bool = False) -> dict[str, int]:
@@ -104,9 +109,16 @@ def launch_counts(reset: bool = False) -> dict[str, int]:
 
 
 def encode(name: str, order: Sequence[int], scalars: Sequence[Any]) -> str:
-    """The text that the dispatcher takes: kernel, the buffer of every tensor parameter, exact scalars."""
+    """A call as the dispatcher reads it: kernel, the buffer of every tensor parameter, exact scalars."""
     texts = [f"f{struct.pack('>d', value).hex()}" if isinstance(value, float) else f"i{int(value)}" for value in scalars]
     return f"{name}|{','.join(map(str, order))}|{','.join(texts)}"
+
+
+def define(text: str) -> int:
+    """Tell the dispatcher of a call; returns the number by which programs name it, the same in every process."""
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    _dispatcher()["define"](number, text)
+    return number
 
 
 # ------------------------------------------------------------------ rules as a primitive
@@ -249,5 +261,7 @@ def _launch(step: Step, values: list[Any], buffers: Mapping[int, tuple], flat: S
     place = {slot: i for i, slot in enumerate(reads)} | {slot: len(reads) + i for i, slot in enumerate(step.writes)}
     text = encode(step.kernel.name, [place.get(slot, -1) for slot in step.slots], step.scalars)
     call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
-    for slot, value in zip(step.writes, call(*operands, call=text), strict=True):
+    # the bridge reads attributes by alphabet and stops at the last one that it wants; the text is for readers, and for `load`
+    written = call(*operands, number=define(text), text=text)
+    for slot, value in zip(step.writes, written, strict=True):
         values[slot] = value

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
@@ -87,12 +88,19 @@ def _may_split(call: Call) -> bool:
 
 def _on_one_device(call: Call, rows: Rows, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """The results on one device's rows; those without rows are summed over the devices that share the rows."""
-    values = dict(zip(call.wanted, launch(call, compat.vary(arrays)), strict=True))
     axes = tuple(axis for entry in rows for axis in entry)
     names = _sums(call)
+    if axes:
+        arrays = [_once(array, axes) if name in names else array for name, array in zip(call.operands, arrays, strict=True)]
+    values = dict(zip(call.wanted, launch(call, compat.vary(arrays)), strict=True))
     if axes and names:
         values.update(zip(names, jax.lax.psum(tuple(values[name] for name in names), axes), strict=True))
     return tuple(values[name] for name in call.wanted)
+
+
+def _once(accumulator: Any, axes: tuple[str, ...]) -> Any:
+    """An accumulator of a sum over devices: the first of them adds to it, the others to zero."""
+    return jnp.where(jax.lax.axis_index(axes) == 0, accumulator, jnp.zeros_like(accumulator))
 
 
 # ------------------------------------------------------------------ explicit axes

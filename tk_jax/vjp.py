@@ -90,9 +90,11 @@ class _Wanted(NamedTuple):
 def _differentiable(op: Op, attrs: Mapping[str, Any], present: tuple[bool, ...], names: tuple[str, ...]) -> Any:
     rule, backward = op.forward, op.backward
 
-    def run(arrays: Sequence[Any], wanted: Iterable[str]) -> dict[str, Any]:
-        call = Call.of(rule, attrs, present, wanted)
-        return dict(zip(call.wanted, batchable(call)(*arrays), strict=True))
+    # every result, also those that only the gradient needs: one program and the same bits whether it is wanted or not
+    call = Call.of(rule, attrs, present, rule.outs)
+
+    def primal(*arrays: Any) -> Any:
+        return op.public(dict(zip(call.wanted, batchable(call)(*arrays), strict=True)))
 
     def forward(*primals: Any) -> tuple[Any, Any]:
         arrays = [primal.value for primal in primals]
@@ -101,7 +103,7 @@ def _differentiable(op: Op, attrs: Mapping[str, Any], present: tuple[bool, ...],
             raise NotImplementedError(f"{op.name}: the gradient is not implemented")
         wanted = tuple(f"d_{name}" for name in perturbed if f"d_{name}" in backward.outs)
         saved = op.saved if wanted else ()
-        results = run(arrays, {*op.returns, *(name for name in saved if name in rule.outs)})
+        results = dict(zip(call.wanted, _final(call, op.name)(*arrays), strict=True))
         known = dict(zip(names, arrays, strict=True)) | results
         return op.public(results), (_Wanted(wanted), {name: known[name] for name in saved if name in known})
 
@@ -114,9 +116,6 @@ def _differentiable(op: Op, attrs: Mapping[str, Any], present: tuple[bool, ...],
         arrays = [saved[name] if name in op.saved and name in saved else given.get(name[2:]) for name in backward.ins]
         gradients = call_rule(backward, arrays, attrs, wanted.names, differentiated=op.name)
         return tuple(gradients.get(f"d_{name}") for name in names)
-
-    def primal(*arrays: Any) -> Any:
-        return op.public(run(arrays, op.returns))
 
     primal.__name__ = op.name
     function = jax.custom_vjp(primal)

@@ -61,7 +61,9 @@ class Direction:
         """Launch, whatever autograd thinks."""
         return launch.run(self.rule, tensors, values, self.wanted(mask), given)
 
-    def call(self, tensors: Sequence[Any], values: tuple, mask: int, context: Any = None, given: dict[str, Tensor] | None = None) -> list[Tensor | None]:
+    def call(
+        self, tensors: Sequence[Any], values: tuple, mask: int, context: Any = None, given: dict[str, Tensor] | None = None
+    ) -> list[Tensor | None]:
         """The results under every transform that torch may have put around the call."""
         if torch.compiler.is_compiling():
             return self._dispatch(tensors, values, mask)

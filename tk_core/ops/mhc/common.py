@@ -8,6 +8,7 @@ from tk_core.errors import value_error
 from tk_core.op import Env
 
 F32 = "float32"
+F64 = "float64"
 BF16 = "bfloat16"
 
 # Token sums: at most that many programs leave a partial sum each, so that the order of the sum depends on the rows only.
@@ -55,6 +56,11 @@ def stream_vector(n: int) -> int:
 
 
 # ------------------------------------------------------------------ canonical arithmetic
+
+
+def affine(P, m, s, b):
+    """m * s + b with one rounding."""
+    return P.fma(m, s, b)
 
 
 def sigma(P, z):
@@ -160,3 +166,92 @@ def block_sums(P):
                 out[k] = out[k] + acc[k, lane + 1]
 
     return on_c if P.cpu else on_cuda
+
+
+def partials_of(rows: int, tile: int) -> int:
+    """Programs of a token sum over tiles of that many rows."""
+    return min(-(-rows // tile), MAX_PARTIALS)
+
+
+def tile_sums(P):
+    """Macro: the fp64 sums of a program to `part[b]`: one a column, then one a vector of V columns; as an fp32 number and its rest.
+
+    On CUDA thread unit // units, unit % units holds those of one row of the tile and one vector, and `shared` gathers them.
+    """
+
+    @P.macro
+    def run(base_sum, scale_sum, shared, part, b, V, units, tile, threads):
+        for k in P.serial(units if P.cpu else 1):
+            unit = k + thread(P)
+            mine = k if P.cpu else 0
+            for v in P.unroll(V):
+                shared[unit // units, unit % units * V + v] = base_sum[mine, v]
+            shared[unit // units, units * V + unit % units] = scale_sum[mine]
+        P.sync_threads()
+        width = units * V + units
+        total = P.alloc_local((1,), F64)
+        for k in P.serial(width if P.cpu else -(-width // threads)):
+            column = k if P.cpu else k * threads + thread(P)
+            if column < width:
+                total[0] = shared[0, column]
+                for row in P.unroll(0 if P.cpu else tile - 1):
+                    total[0] = total[0] + shared[row + 1, column]
+                part[b, 0, column] = P.Cast(F32, total[0])
+                part[b, 1, column] = P.Cast(F32, total[0] - P.Cast(F64, P.Cast(F32, total[0])))
+
+    return run
+
+
+def sum_partials(P, M, units, scales, per, want_scale, want_base, groups=16):
+    """A kernel of one block: d_mhc_base from the first M columns of `part`, d_mhc_scale from the other `units` ones.
+
+    The first `scales` - 1 of these take `per` columns each, the last one takes the rest.
+
+    A thread sums every 16th partial of a column; these 16 sums, then the columns of a segment, are summed in order.
+    """
+    partials = P.dynamic("partials")
+    width = M + units
+    last = units - (scales - 1) * per
+    threads = -(-width * groups // 32) * 32
+    G = 1 if P.cpu else groups
+
+    @P.prim_func
+    def main(
+        part: P.Tensor((partials, 2, width), F32),
+        d_mhc_scale: P.Tensor((scales,), F32),
+        d_mhc_base: P.Tensor((M,), F32),
+    ):
+        with P.Kernel(1, threads=threads) as _:
+            total = P.alloc_local((1,), F64)
+            some = P.alloc_shared((G, width), F64)
+            sums = P.alloc_shared((width,), F64)
+            for k in P.serial(width if P.cpu else 1):
+                unit = k + thread(P)
+                if unit < G * width:
+                    total[0] = P.float64(0)
+                    for p in P.serial(P.ceildiv(partials - unit // width, G)):
+                        row = p * G + unit // width
+                        column = unit % width
+                        total[0] = total[0] + (P.Cast(F64, part[row, 0, column]) + P.Cast(F64, part[row, 1, column]))
+                    some[unit // width, unit % width] = total[0]
+            P.sync_threads()
+            for k in P.serial(width if P.cpu else 1):
+                column = k + thread(P)
+                if column < width:
+                    total[0] = some[0, column]
+                    for g in P.unroll(G - 1):
+                        total[0] = total[0] + some[g + 1, column]
+                    sums[column] = total[0]
+                    if want_base:
+                        if column < M:
+                            d_mhc_base[column] = P.Cast(F32, total[0])
+            P.sync_threads()
+            if want_scale:
+                if thread(P) == 0:
+                    for s in P.unroll(scales):
+                        total[0] = P.float64(0)
+                        for c in P.serial(P.if_then_else(s < scales - 1, per, last)):
+                            total[0] = total[0] + sums[M + s * per + c]
+                        d_mhc_scale[s] = P.Cast(F32, total[0])
+
+    return main

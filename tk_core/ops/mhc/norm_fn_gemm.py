@@ -11,6 +11,8 @@ STEP = 64
 # Rows of one forward block; rows of one step of the backward kernel.
 FORWARD_ROWS = 256
 BACKWARD_ROWS = 64
+# Columns that one backward block owns.
+BACKWARD_COLUMNS = 256
 
 
 def padded(J):
@@ -18,11 +20,16 @@ def padded(J):
     return -(-J // 16) * 16
 
 
-def gemm_sumsq(P, n, H, J, BM=FORWARD_ROWS, threads=256, stages=4):
+def x_shape(T, K, n, H):
+    """Rows of x as streams, or flat where n is 0."""
+    return (T, n, H) if n else (T, K)
+
+
+def gemm_sumsq(P, K, J, n=0, H=0, BM=FORWARD_ROWS, threads=256, stages=4, blocks=1):
     """part[s, t, 0, j] = sum over slice s of x[t, k] * F[j, k]; psq[s, t, 0] likewise of x[t, k]^2."""
     if P.cpu:
-        return _gemm_sumsq_c(P, n, H, J)
-    T, S, K, Jp = P.dynamic("T"), P.dynamic("S"), n * H, padded(J)
+        return _gemm_sumsq_c(P, K, J, n, H)
+    T, S, Jp = P.dynamic("T"), P.dynamic("S"), padded(J)
     # 16-byte shared loads for the squares; inference would choose single elements
     vectors = STEP // 8
     rows = threads // vectors
@@ -30,15 +37,18 @@ def gemm_sumsq(P, n, H, J, BM=FORWARD_ROWS, threads=256, stages=4):
 
     @P.prim_func
     def main(
-        x: P.Tensor((T, n, H), BF16),
+        x: P.Tensor(x_shape(T, K, n, H), BF16),
         F: P.Tensor((2, Jp, K), BF16),
         part: P.Tensor((S, T, 1, J), F32),
         psq: P.Tensor((S, T, 1), F32),
         steps: P.int32,
     ):
         with P.Kernel(P.ceildiv(T, BM), S, threads=threads) as (b, s):
-            x2 = P.reshape(x, (T, K))
-            f2 = P.reshape(F, (2 * Jp, K))
+            if blocks > 1:
+                P.annotate_min_blocks_per_sm(blocks)
+                P.no_set_max_nreg()
+            x = P.reshape(x, (T, K))
+            F = P.reshape(F, (2 * Jp, K))
             xs = P.alloc_shared((BM, STEP), BF16)
             fs = P.alloc_shared((2 * Jp, STEP), BF16)
             acc = P.alloc_fragment((BM, 2 * Jp), F32)
@@ -49,8 +59,8 @@ def gemm_sumsq(P, n, H, J, BM=FORWARD_ROWS, threads=256, stages=4):
             for i, j in P.Parallel(BM, STEP, loop_layout=layout):
                 squares[i, j] = 0
             for k in P.Pipelined(steps, num_stages=stages):
-                P.copy(x2[b * BM, (s * steps + k) * STEP], xs)
-                P.copy(f2[0, (s * steps + k) * STEP], fs)
+                P.copy(x[b * BM, (s * steps + k) * STEP], xs)
+                P.copy(F[0, (s * steps + k) * STEP], fs)
                 P.gemm(xs, fs, acc, transpose_B=True, policy=P.GemmWarpPolicy.FullRow)
                 for i, j in P.Parallel(BM, STEP):
                     squares[i, j] = squares[i, j] + P.to_f32(xs[i, j], BF16) * P.to_f32(xs[i, j], BF16)
@@ -68,20 +78,20 @@ def gemm_sumsq(P, n, H, J, BM=FORWARD_ROWS, threads=256, stages=4):
     return main
 
 
-def _gemm_sumsq_c(P, n, H, J, BM=64, BK=128):
+def _gemm_sumsq_c(P, K, J, n, H, BM=64, BK=128):
     """k outermost, j innermost and contiguous: independent sums, vectorized without reassociation."""
-    T, S, K, Jp = P.dynamic("T"), P.dynamic("S"), n * H, padded(J)
+    T, S, Jp = P.dynamic("T"), P.dynamic("S"), padded(J)
 
     @P.prim_func
     def main(
-        x: P.Tensor((T, n, H), BF16),
+        x: P.Tensor(x_shape(T, K, n, H), BF16),
         F: P.Tensor((2, Jp, K), BF16),
         part: P.Tensor((S, T, 1, J), F32),
         psq: P.Tensor((S, T, 1), F32),
         steps: P.int32,
     ):
         with P.Kernel(P.ceildiv(T, BM), S, threads=1) as (b, s):
-            x2 = P.reshape(x, (T, K))
+            x = P.reshape(x, (T, K))
             xf = P.alloc_local((BK,), F32)
             ft = P.alloc_local((BK, Jp), F32)
             acc = P.alloc_local((BM, Jp), F32)
@@ -102,7 +112,7 @@ def _gemm_sumsq_c(P, n, H, J, BM=64, BK=128):
                     for k in P.serial(BK):
                         xf[k] = 0
                         if c * BK + k < steps * STEP:
-                            xf[k] = P.to_f32(x2[b * BM + i, s * steps * STEP + c * BK + k], BF16)
+                            xf[k] = P.to_f32(x[b * BM + i, s * steps * STEP + c * BK + k], BF16)
                     for k in P.serial(BK):
                         for j in P.serial(Jp):
                             acc[i, j] = acc[i, j] + xf[k] * ft[k, j]
@@ -118,18 +128,19 @@ def _gemm_sumsq_c(P, n, H, J, BM=64, BK=128):
     return main
 
 
-def gemm_bwd(P, n, H, J, has, BT=BACKWARD_ROWS, BN=256, threads=256, stages=2, blocks=1):
+def gemm_bwd(P, K, J, has, n=0, H=0, BT=BACKWARD_ROWS, BN=BACKWARD_COLUMNS, threads=256, stages=2, blocks=1, deferred=False):
     """d_x[t, k] = sum_j dy[t, j] * F[j, k] + 2 * x[t, k] * dq[t]; part[r, j, k] = sum over rows of slice r of dy[t, j] * x[t, k].
 
     A block owns BN columns and walks over the rows of its slice: the sums over rows stay in registers.
     """
-    want_x, want_part, add = "d_x" in has, "part" in has, "+d_x" in has
+    want_x, want_part, add = bool(has & {"d_residual", "x_grad"}), "part" in has, bool(has & {"+d_residual", "+x_grad"})
     if P.cpu:
-        return _gemm_bwd_c(P, n, H, J, want_x, want_part, add)
+        return _gemm_bwd_c(P, K, J, n, H, want_x, want_part, add)
     from tilelang.layout import make_swizzled_layout
 
-    T, R, K, Jp = P.dynamic("T"), P.dynamic("R"), n * H, padded(J)
+    T, R, Jp = P.dynamic("T"), P.dynamic("R"), padded(J)
     BN = BN if K % BN == 0 else 128
+    gemm = P.wgmma_gemm if deferred else P.gemm
     across = P.GemmWarpPolicy.FullCol if BT == 64 else P.GemmWarpPolicy.FullRow
     down = P.GemmWarpPolicy.FullRow
 
@@ -138,8 +149,8 @@ def gemm_bwd(P, n, H, J, has, BT=BACKWARD_ROWS, BN=256, threads=256, stages=2, b
         dy: P.Tensor((T, 2, Jp), BF16),
         dq: P.Tensor((T, 1), F32),
         F: P.Tensor((2, Jp, K), BF16),
-        x: P.Tensor((T, n, H), BF16),
-        d_x: P.Tensor((T, n, H), BF16),
+        x: P.Tensor(x_shape(T, K, n, H), BF16),
+        d_x: P.Tensor(x_shape(T, K, n, H), BF16),
         part: P.Tensor((R, J, K), F32),
         steps: P.int32,
     ):
@@ -147,44 +158,42 @@ def gemm_bwd(P, n, H, J, has, BT=BACKWARD_ROWS, BN=256, threads=256, stages=2, b
             if blocks > 1:
                 P.annotate_min_blocks_per_sm(blocks)
                 P.no_set_max_nreg()
-            dy2 = P.reshape(dy, (T, 2 * Jp))
-            x2 = P.reshape(x, (T, K))
-            f2 = P.reshape(F, (2 * Jp, K))
-            new = P.reshape(d_x, (T, K))
-            # a second view: seen through one buffer, the loads of later rows would wait for the stores of earlier ones
+            dy = P.reshape(dy, (T, 2 * Jp))
+            x = P.reshape(x, (T, K))
+            F = P.reshape(F, (2 * Jp, K))
+            # two views: through one buffer, the loads of later rows would wait for the stores of earlier ones
             old = P.reshape(d_x, (T, K))
+            d_x = P.reshape(d_x, (T, K))
             xs = P.alloc_shared((BT, BN), BF16)
-            hi = P.alloc_shared((BT, Jp), BF16)
-            lo = P.alloc_shared((BT, Jp), BF16)
+            dys = P.alloc_shared((BT, 2 * Jp), BF16)
             f_hi = P.alloc_shared((Jp, BN), BF16)
             f_lo = P.alloc_shared((Jp, BN), BF16)
             olds = P.alloc_shared((BT, BN), BF16)
             news = P.alloc_shared((BT, BN), BF16)
             dx = P.alloc_fragment((BT, BN), F32)
-            df = P.alloc_fragment((BN, Jp), F32)
+            df = P.alloc_fragment((BN, 2 * Jp), F32)
+            low = P.alloc_fragment((BN, Jp), F32)
             q = P.alloc_fragment((BT,), F32)
             if want_x:
-                P.copy(f2[0, b * BN], f_hi)
-                P.copy(f2[Jp, b * BN], f_lo)
+                P.copy(F[0, b * BN], f_hi)
+                P.copy(F[Jp, b * BN], f_lo)
             if add:
                 P.annotate_layout({olds: make_swizzled_layout(olds)})
             if want_part:
                 P.clear(df)
             for t in P.Pipelined(P.min(steps, P.ceildiv(T, BT) - r * steps), num_stages=stages):
-                P.copy(dy2[(r * steps + t) * BT, 0], hi)
-                P.copy(dy2[(r * steps + t) * BT, Jp], lo)
-                P.copy(x2[(r * steps + t) * BT, b * BN], xs)
+                P.copy(dy[(r * steps + t) * BT, 0], dys)
+                P.copy(x[(r * steps + t) * BT, b * BN], xs)
                 if add:
                     P.copy(old[(r * steps + t) * BT, b * BN], olds)
                 if want_x:
                     for i in P.Parallel(BT):
                         q[i] = P.if_then_else((r * steps + t) * BT + i < T, 2 * dq[(r * steps + t) * BT + i, 0], P.float32(0))
-                    P.gemm(hi, f_hi, dx, policy=across, clear_accum=True)
-                    P.gemm(hi, f_lo, dx, policy=across)
-                    P.gemm(lo, f_hi, dx, policy=across)
+                    gemm(dys[0:BT, 0:Jp], f_hi, dx, policy=across, clear_accum=True)
+                    gemm(dys[0:BT, 0:Jp], f_lo, dx, policy=across)
+                    gemm(dys[0:BT, Jp : 2 * Jp], f_hi, dx, policy=across)
                 if want_part:
-                    P.gemm(xs, hi, df, transpose_A=True, policy=down)
-                    P.gemm(xs, lo, df, transpose_A=True, policy=down)
+                    P.gemm(xs, dys, df, transpose_A=True, policy=down)
                 if want_x:
                     for i, j in P.Parallel(BT, BN):
                         dx[i, j] = dx[i, j] + q[i] * P.to_f32(xs[i, j], BF16)
@@ -192,32 +201,34 @@ def gemm_bwd(P, n, H, J, has, BT=BACKWARD_ROWS, BN=256, threads=256, stages=2, b
                         for i, j in P.Parallel(BT, BN):
                             dx[i, j] = dx[i, j] + P.to_f32(olds[i, j], BF16)
                     P.copy(dx, news)
-                    P.copy(news, new[(r * steps + t) * BT, b * BN])
+                    P.copy(news, d_x[(r * steps + t) * BT, b * BN])
             if want_part:
                 for i, j in P.Parallel(BN, Jp):
+                    low[i, j] = df[i, j + Jp]
+                for i, j in P.Parallel(BN, Jp):
                     if j < J:
-                        part[r, j, b * BN + i] = df[i, j]
+                        part[r, j, b * BN + i] = df[i, j] + low[i, j]
 
     return main
 
 
-def _gemm_bwd_c(P, n, H, J, want_x, want_part, add, BN=128):
+def _gemm_bwd_c(P, K, J, n, H, want_x, want_part, add, BN=128):
     """Columns innermost and contiguous: independent sums, vectorized without reassociation."""
-    T, R, K, Jp = P.dynamic("T"), P.dynamic("R"), n * H, padded(J)
+    T, R, Jp = P.dynamic("T"), P.dynamic("R"), padded(J)
 
     @P.prim_func
     def main(
         dy: P.Tensor((T, 2, Jp), BF16),
         dq: P.Tensor((T, 1), F32),
         F: P.Tensor((2, Jp, K), BF16),
-        x: P.Tensor((T, n, H), BF16),
-        d_x: P.Tensor((T, n, H), BF16),
+        x: P.Tensor(x_shape(T, K, n, H), BF16),
+        d_x: P.Tensor(x_shape(T, K, n, H), BF16),
         part: P.Tensor((R, J, K), F32),
         steps: P.int32,
     ):
         with P.Kernel(K // BN, R, threads=1) as (b, r):
-            x2 = P.reshape(x, (T, K))
-            new = P.reshape(d_x, (T, K))
+            x = P.reshape(x, (T, K))
+            d_x = P.reshape(d_x, (T, K))
             ff = P.alloc_local((J, BN), F32)
             df = P.alloc_local((J, BN), F32)
             xf = P.alloc_local((BN,), F32)
@@ -230,7 +241,7 @@ def _gemm_bwd_c(P, n, H, J, want_x, want_part, add, BN=128):
                 for j in P.serial(J):
                     g[j] = P.to_f32(dy[r * steps * BACKWARD_ROWS + i, 0, j], BF16) + P.to_f32(dy[r * steps * BACKWARD_ROWS + i, 1, j], BF16)
                 for k in P.serial(BN):
-                    xf[k] = P.to_f32(x2[r * steps * BACKWARD_ROWS + i, b * BN + k], BF16)
+                    xf[k] = P.to_f32(x[r * steps * BACKWARD_ROWS + i, b * BN + k], BF16)
                 if want_part:
                     for j, k in P.grid(J, BN):
                         df[j, k] = df[j, k] + g[j] * xf[k]
@@ -241,9 +252,9 @@ def _gemm_bwd_c(P, n, H, J, want_x, want_part, add, BN=128):
                         dx[k] = dx[k] + g[j] * ff[j, k]
                     if add:
                         for k in P.serial(BN):
-                            dx[k] = dx[k] + P.to_f32(new[r * steps * BACKWARD_ROWS + i, b * BN + k], BF16)
+                            dx[k] = dx[k] + P.to_f32(d_x[r * steps * BACKWARD_ROWS + i, b * BN + k], BF16)
                     for k in P.serial(BN):
-                        new[r * steps * BACKWARD_ROWS + i, b * BN + k] = P.from_f32(dx[k], BF16)
+                        d_x[r * steps * BACKWARD_ROWS + i, b * BN + k] = P.from_f32(dx[k], BF16)
             if want_part:
                 for j, k in P.grid(J, BN):
                     part[r, j, b * BN + k] = df[j, k]

@@ -1,0 +1,82 @@
+"""The demo in JAX: mHC from tk_jax, everything else from jax.numpy."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from model import Config
+
+from tk_jax import mhc
+
+Weights = dict[str, Array]
+
+
+def rms_norm(x: Array, weight: Array) -> Array:
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
+
+
+def connect(config: Config, w: Weights, prefix: str, residual: Array, sublayer: Callable[[Array], Array]) -> Array:
+    """residual -> post(sublayer(pre(residual)), residual)."""
+    fn, scale, base, weight = (w[f"{prefix}.mhc.{name}"] for name in ("fn", "scale", "base", "norm_weight"))
+    layer_input, mixes = mhc.mhc_pre(
+        residual, fn, scale, base, norm_weight=weight, mhc_mult=config.streams,
+        post_mult_value=2.0, sinkhorn_repeat=config.sinkhorn,
+    )  # fmt: skip
+    return mhc.mhc_post(sublayer(layer_input), residual, *mixes)
+
+
+def attention(config: Config, w: Weights, prefix: str, x: Array) -> Array:
+    batch, length, hidden = x.shape
+    x = rms_norm(x, w[f"{prefix}.norm"])
+    q, k, v = (x @ w[f"{prefix}.qkv"]).reshape(batch, length, 3, config.heads, -1).transpose(2, 0, 3, 1, 4)
+    scores = q @ k.swapaxes(-1, -2) * (hidden // config.heads) ** -0.5
+    scores = jnp.where(jnp.triu(jnp.ones((length, length), bool), 1), -1e9, scores)
+    mixed = (jax.nn.softmax(scores) @ v).swapaxes(1, 2).reshape(batch, length, hidden)
+    return (mixed @ w[f"{prefix}.out"]).astype(jnp.bfloat16)
+
+
+def ffn(config: Config, w: Weights, prefix: str, x: Array) -> Array:
+    x = rms_norm(x, w[f"{prefix}.norm"])
+    return (jax.nn.silu(x @ w[f"{prefix}.up"]) @ w[f"{prefix}.down"]).astype(jnp.bfloat16)
+
+
+def loss_of(config: Config, w: Weights, tokens: Array) -> Array:
+    """Mean cross-entropy of the next byte."""
+    x = (w["embedding"][tokens[:, :-1]] + w["positions"]).astype(jnp.bfloat16)
+    residual = mhc.expand_from_embedding(x, config.streams)
+    for layer in range(config.layers):
+        for part, function in (("attention", attention), ("ffn", ffn)):
+            prefix = f"layer{layer}.{part}"
+            residual = connect(config, w, prefix, residual, lambda h, p=prefix, f=function: f(config, w, p, h))
+    fn, scale, base, weight = (w[f"head.mhc.{name}"] for name in ("fn", "scale", "base", "norm_weight"))
+    x = mhc.mhc_head(residual, fn, scale, base, norm_weight=weight, mhc_mult=config.streams)
+    log_p = jax.nn.log_softmax(rms_norm(x, w["head.norm"]) @ w["head.out"])
+    return -jnp.take_along_axis(log_p, tokens[:, 1:, None], -1).mean()
+
+
+def adam(w: Weights, g: Weights, m: Weights, v: Weights, step: Array, rate: Array) -> tuple[Weights, Weights, Weights]:
+    """One step of Adam, written as torch.optim.Adam computes it."""
+    m = jax.tree.map(lambda a, b: a + (b - a) * (1 - 0.9), m, g)
+    v = jax.tree.map(lambda a, b: a * 0.99 + b * b * (1 - 0.99), v, g)
+    w = jax.tree.map(lambda p, a, b: p - rate / (1 - 0.9**step) * a / (jnp.sqrt(b) / jnp.sqrt(1 - 0.99**step) + 1e-8), w, m, v)
+    return w, m, v
+
+
+def train(config: Config, weights: dict[str, np.ndarray], data: np.ndarray, rates: np.ndarray) -> Iterator[tuple[float, float]]:
+    """Yields (loss, seconds) of every step."""
+
+    @jax.jit
+    def update(w: Weights, m: Weights, v: Weights, tokens: Array, step: Array, rate: Array) -> tuple:
+        loss, g = jax.value_and_grad(lambda p: loss_of(config, p, tokens))(w)
+        return loss, *adam(w, g, m, v, step, rate)
+
+    w = jax.tree.map(jnp.asarray, weights)
+    m, v = (jax.tree.map(jnp.zeros_like, w) for _ in range(2))
+    for step, (tokens, rate) in enumerate(zip(data, rates, strict=True), 1):
+        start = time.perf_counter()
+        loss, w, m, v = update(w, m, v, jnp.asarray(tokens), jnp.float32(step), jnp.float32(rate))
+        yield float(loss), time.perf_counter() - start
