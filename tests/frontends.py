@@ -3,6 +3,24 @@
 import ml_dtypes  # noqa: F401 - NumPy learns bfloat16
 import numpy as np
 
+from tk_core import registry
+from tk_core.bench.cases import CASES, inputs
+
+# Every operation with a gradient, and its variants, by a name that pytest shows.
+VARIANTS = {
+    f"{name}-{i}" if i else name: case
+    for name, op in registry.ops().items()
+    if op.backward is not None and name in CASES
+    for i, case in enumerate(CASES[name].variants())
+}
+
+
+def sample_arrays(variant, lead=(3,), hidden=128, streams=4, seed=0):
+    """The operation, NumPy inputs and attributes of a variant."""
+    case = VARIANTS[variant]
+    op = registry.get(case.op)
+    return op, inputs(case, op.forward, lead, hidden, streams, seed), dict(case.attrs)
+
 
 class Torch:
     name = "torch"

@@ -2,23 +2,22 @@
 
 import pytest
 import torch
-from frontends import Torch
+from frontends import VARIANTS, Torch, sample_arrays
 
-from tk_core import kernels, registry
-from tk_core.bench.cases import CASES, inputs
+from tk_core import kernels
 from tk_torch.library import bind
 
-OPS = [name for name, op in registry.ops().items() if op.backward is not None and name in CASES]
+OPS = list(VARIANTS)
 FRONT = Torch()
 
 
 def sample(name, lead=(3,), hidden=128, grad=False, seed=0):
     """The operation, its tensors and attributes."""
-    op, case = registry.get(name), CASES[name]
-    tensors = [FRONT.array(a) for a in inputs(case, op.forward, lead, hidden, seed=seed)]
+    op, arrays, attrs = sample_arrays(name, lead, hidden, seed=seed)
+    tensors = [FRONT.array(a) for a in arrays]
     if grad:
         tensors = [t if t is None else t.requires_grad_() for t in tensors]
-    return op, tensors, dict(case.attrs)
+    return op, tensors, attrs
 
 
 def outputs(result):
@@ -44,13 +43,13 @@ def assert_same(a, b):
 def test_opcheck(name, lead):
     op, tensors, attrs = sample(name, lead, grad=True)
     bound, values = bind(op), op.forward.attributes(attrs)
-    torch.library.opcheck(getattr(torch.ops.tk, name).default, (*tensors, *values))
+    torch.library.opcheck(getattr(torch.ops.tk, op.name).default, (*tensors, *values))
     plain = [t if t is None else t.detach() for t in tensors]
     outs = bound.forward.run(plain, values, bound.forward.all)
     known = dict(zip((*op.forward.ins, *op.forward.outs), (*plain, *outs), strict=True))
     known |= {f"d_{k}": torch.randn_like(v) for k, v in zip(op.forward.outs, outs, strict=True)}
     args = [known[k] for k in op.backward.ins]
-    torch.library.opcheck(getattr(torch.ops.tk, f"{name}_bwd").default, (*args, *values, bound.backward.all))
+    torch.library.opcheck(getattr(torch.ops.tk, f"{op.name}_bwd").default, (*args, *values, bound.backward.all))
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -67,7 +66,7 @@ def test_compiled_graph_holds_exactly_our_operators_and_one_compile_serves_all_r
         _, tensors, _ = sample(name, (rows,))
         assert_same(outputs(f(*tensors)), outputs(bound(*tensors, **attrs)))
     assert len(graphs) == 1
-    assert [t for t in graphs[0] if "getitem" not in t and "sym" not in t] == [f"tk.{name}.default"]
+    assert [t for t in graphs[0] if "getitem" not in t and "sym" not in t] == [f"tk.{op.name}.default"]
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -119,7 +118,7 @@ def test_double_backward_and_forward_mode_raise(name):
     bound = bind(op)
     leaves = [t for t in tensors if t is not None]
     first = torch.autograd.grad(total(bound(*tensors, **attrs)), leaves, create_graph=True, allow_unused=True)
-    with pytest.raises(RuntimeError, match=f"{name}: double backward is not implemented"):
+    with pytest.raises(RuntimeError, match=f"{op.name}: double backward is not implemented"):
         sum(g.float().sum() for g in first if g is not None and g.requires_grad).backward()
     plain = tuple(t.detach() for t in leaves)
     others = [t if t is None else t.detach() for t in tensors]
@@ -128,9 +127,9 @@ def test_double_backward_and_forward_mode_raise(name):
         it = iter(some)
         return bound(*(None if t is None else next(it) for t in others), **attrs)
 
-    with pytest.raises(RuntimeError, match=f"{name}: forward mode is not implemented"):
+    with pytest.raises(RuntimeError, match=f"{op.name}: forward mode is not implemented"):
         torch.func.jvp(forward, plain, plain)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match=f"{name}: forward mode is not implemented"):
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match=f"{op.name}: forward mode is not implemented"):
         forward(*(torch.autograd.forward_ad.make_dual(t, t) for t in plain))
 
 
@@ -275,7 +274,7 @@ def test_bad_arguments_raise_the_same_in_eager_and_in_fake_tensors(name):
             with pytest.raises(kind) as error:
                 bound(*args, **attrs)
             texts.append(str(error.value))
-            assert texts[0].startswith(f"{name}: ")
+            assert texts[0].startswith(f"{op.name}: ")
             if what == "kind":
                 continue
             from torch._subclasses.fake_tensor import FakeTensorMode
@@ -285,5 +284,5 @@ def test_bad_arguments_raise_the_same_in_eager_and_in_fake_tensors(name):
                 with pytest.raises(kind) as error:
                     bound(*fakes, **attrs)
             assert str(error.value) == texts[0]
-    with pytest.raises(TypeError, match=f"{name}: nonsense: expected one of the attributes"):
+    with pytest.raises(TypeError, match=f"{op.name}: nonsense: expected one of the attributes"):
         bound(*tensors, **attrs, nonsense=1)

@@ -54,7 +54,7 @@ def packages() -> list[dict[str, Any]]:
 def imports() -> dict[str, str]:
     """Whether each part can be imported: "ok", "not installed", or the error."""
     found = {}
-    for name in ("tvm_ffi", "tilelang", "torch", "jax", "jax_tvm_ffi", "tk_core", "tk_torch", "tk_jax"):
+    for name in ("tvm_ffi", "tilelang", "torch", "jax", "jax_tvm_ffi", "tk_core.kernels", "tk_torch.mhc", "tk_jax.mhc"):
         try:
             importlib.import_module(name)
             found[name] = "ok"

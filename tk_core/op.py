@@ -124,11 +124,7 @@ class Rule:
     def attributes(self, attrs: Mapping[str, Any]) -> tuple:
         """Attributes in order, defaults filled in; raises for an unknown name or a value of another kind."""
         if not attrs:
-            return self._defaults
-        try:
-            return self._attributes[tuple(attrs.items())]
-        except (KeyError, TypeError):
-            pass
+            return tuple(self.attrs.values())
         values = []
         for name in attrs:
             if name not in self.attrs:
@@ -140,17 +136,7 @@ class Rule:
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise type_error(self.name, name, f"a value of type {kind.__name__}", f"{value!r} of type {type(value).__name__}")
             values.append(value)
-        if len(self._attributes) > 4096:
-            self._attributes.clear()
-        return self._attributes.setdefault(tuple(attrs.items()), tuple(values))
-
-    @functools.cached_property
-    def _defaults(self) -> tuple:
-        return tuple(self.attrs.values())
-
-    @functools.cached_property
-    def _attributes(self) -> dict[tuple, tuple]:
-        return {}
+        return tuple(values)
 
     def bind(self, types: Sequence[Type | None], attrs: Mapping[str, Any]) -> Env:
         """Sizes, attributes and dtypes by name; raises where an argument does not fit its declaration."""

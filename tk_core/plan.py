@@ -30,7 +30,7 @@ class Plan:
 
     __slots__ = ("env", "flat", "num_inputs", "num_slots", "outs", "rule", "steps", "work", "zeros")
 
-    def __init__(self, rule: Rule, target: str, types: Sequence[Type | None], attrs: Mapping[str, Any], wanted: frozenset[str]):
+    def __init__(self, rule: Rule, target: str, types: Sequence[Type | None], attrs: Mapping[str, Any], wanted: frozenset[str]) -> None:
         env = rule.bind(types, attrs)
         slots = rule.slots
         at = {name: i for i, name in enumerate(slots)}

@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-__all__ = ["Primitive", "abstract_result", "explicit_mesh", "inside_manual", "mlir", "spec_of", "vary", "varying"]
+__all__ = ["Primitive", "abstract_result", "explicit_mesh", "inside_manual", "manual_axes", "mlir", "spec_of", "vary", "varying"]
 
 
 def varying(array: Any) -> frozenset[str]:
@@ -50,6 +50,15 @@ def explicit_mesh(arrays: Sequence[Any]) -> AbstractMesh | None:
         if mesh.explicit_axes:
             return mesh
     return None
+
+
+def manual_axes(mesh: AbstractMesh) -> frozenset[str]:
+    """What `shard_map` must be told to take the explicit axes: nothing where that is all there are.
+
+    An axis that an enclosing `vmap` runs over must not be named, and nothing public tells which one it is.
+    """
+    names = frozenset(mesh.explicit_axes)
+    return frozenset() if len(names) == len(mesh.axis_names) else names
 
 
 def spec_of(array: Any) -> tuple[Any, ...]:

@@ -121,7 +121,7 @@ def _explicit(call: Call, arrays: Sequence[Any], mesh: AbstractMesh) -> tuple[An
         mesh=mesh,
         in_specs=tuple(specs),
         out_specs=results,
-        axis_names=frozenset(mesh.explicit_axes),
+        axis_names=compat.manual_axes(mesh),
     )
     return split(*arrays)
 

@@ -56,7 +56,7 @@ def as_array(rule: Rule, name: str, value: Any) -> Any:
         return value
     arg = rule.outs[name] if name not in rule.ins else rule.ins[name]
     if not isinstance(value, np.ndarray | np.generic):
-        raise type_error(rule.name, name, f"a {arg.dtype} array of shape {arg}", f"an object of type {type(value).__name__}")
+        raise type_error(rule.name, name, f"a {arg.dtype} array of shape {arg}", type(value).__name__)
     if value.dtype.name != arg.dtype:
         raise type_error(rule.name, name, f"dtype {arg.dtype}", value.dtype.name)
     return jnp.asarray(value)

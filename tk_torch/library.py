@@ -322,15 +322,31 @@ class TorchOp:
         self.forward = Direction(op.forward, gradient)
         self.public = [i for i, name in enumerate(op.forward.outs) if name in op.returns]
         self.num_public = len(self.public)
+        self.defaults = op.forward.attributes({})
+        self._known: dict[tuple, tuple] = {}
 
     def __call__(self, *tensors: Any, accumulators: Any = None, out: dict[str, Tensor] | None = None, **attrs: Any) -> Any:
         """The public results. `accumulators(saved)` names buffers for gradients; `out` gives results to write to."""
-        values = self.op.forward.attributes(attrs)
+        values = self.attributes(attrs) if attrs else self.defaults
         forward = self.forward
         if out is not None:
             return self._into(tensors, values, accumulators, out)
         outs = forward.call(tensors, values, forward.all, accumulators)
         return outs[self.public[0]] if self.num_public == 1 else tuple(outs[i] for i in self.public)
+
+    def attributes(self, attrs: dict[str, Any]) -> tuple:
+        """Judged attributes in order; remembered, except where the tracer would see the memory change."""
+        if torch.compiler.is_compiling():
+            return self.op.forward.attributes(attrs)
+        key = tuple(attrs.items())
+        try:
+            return self._known[key]
+        except (KeyError, TypeError):
+            values = self.op.forward.attributes(attrs)
+        # 1 and True are equal keys: only what is already of the right type is remembered
+        if len(self._known) < 4096 and all(type(v) is type(self.op.attrs[k]) for k, v in key):
+            self._known[key] = values
+        return values
 
     def _into(self, tensors: Sequence[Any], values: tuple, accumulators: Any, out: dict[str, Tensor]) -> Any:
         """Write to the caller's tensors: directly in plain eager, by a copy where a transform is at work."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,14 @@ class Case:
     backward_bytes: str = "0"
     accumulating_bytes: str = ""
     absent: tuple[str, ...] = ()
+    # squared relative error that fp32 results may have against the oracle
+    limit: float = 1e-9
+    alternatives: tuple[Mapping[str, Any], ...] = ()
+
+    def variants(self) -> list[Case]:
+        """The case itself, and the same with other attributes or absent arguments."""
+        others = [replace(self, **{k: v for k, v in other.items() if k != "attrs"}, attrs={**self.attrs, **other.get("attrs", {})}) for other in self.alternatives]
+        return [self, *others]
 
     def env(self, hidden: int, streams: int = 4) -> dict[str, Any]:
         """Sizes and attributes by name."""
@@ -54,6 +62,8 @@ CASES: dict[str, Case] = {
             "2*T*n*H + 4*J*n*H + T*(8*J+4)",
             "4*T*n*H + 8*J*n*H",
             "6*T*n*H + 8*J*n*H",
+            absent=("mhc_norm_weight",),
+            alternatives=({"absent": ()}, {"attrs": {"precision": "tf32"}, "limit": 1e-6}),
         ),
         Case(
             "mhc_pre_split_mixes",
@@ -62,7 +72,13 @@ CASES: dict[str, Case] = {
             forward_bytes="8*M*T",
             backward_bytes="4*T*(3*M)",
         ),
-        Case("sinkhorn_normalize", {"repeat": 20, "eps": 1e-6}, forward_bytes="8*n*n*T", backward_bytes="12*n*n*T"),
+        Case(
+            "sinkhorn_normalize",
+            {"repeat": 20, "eps": 1e-6},
+            forward_bytes="8*n*n*T",
+            backward_bytes="12*n*n*T",
+            alternatives=({"attrs": {"repeat": 10}},),
+        ),
         Case(
             "mhc_pre_apply_mix",
             forward_bytes="T*(2*n*H + 2*H + 4*n)",

@@ -25,7 +25,7 @@ def x_shape(T, K, n, H):
     return (T, n, H) if n else (T, K)
 
 
-def gemm_sumsq(P, K, J, n=0, H=0, BM=FORWARD_ROWS, threads=256, stages=4, blocks=1):
+def gemm_sumsq(P, K, J, n=0, H=0, BM=FORWARD_ROWS, threads=256, stages=4, STEP=STEP, policy=None):
     """part[s, t, 0, j] = sum over slice s of x[t, k] * F[j, k]; psq[s, t, 0] likewise of x[t, k]^2."""
     if P.cpu:
         return _gemm_sumsq_c(P, K, J, n, H)
@@ -44,9 +44,6 @@ def gemm_sumsq(P, K, J, n=0, H=0, BM=FORWARD_ROWS, threads=256, stages=4, blocks
         steps: P.int32,
     ):
         with P.Kernel(P.ceildiv(T, BM), S, threads=threads) as (b, s):
-            if blocks > 1:
-                P.annotate_min_blocks_per_sm(blocks)
-                P.no_set_max_nreg()
             x = P.reshape(x, (T, K))
             F = P.reshape(F, (2 * Jp, K))
             xs = P.alloc_shared((BM, STEP), BF16)
@@ -59,7 +56,7 @@ def gemm_sumsq(P, K, J, n=0, H=0, BM=FORWARD_ROWS, threads=256, stages=4, blocks
             for i, j in P.Parallel(BM, STEP, loop_layout=layout):
                 squares[i, j] = 0
             for k in P.Pipelined(steps, num_stages=stages):
-                P.copy(x[b * BM, (s * steps + k) * STEP], xs)
+                P.copy(x[b * BM, (s * steps + k) * STEP], xs, eviction_policy=policy)
                 P.copy(F[0, (s * steps + k) * STEP], fs)
                 P.gemm(xs, fs, acc, transpose_B=True, policy=P.GemmWarpPolicy.FullRow)
                 for i, j in P.Parallel(BM, STEP):
@@ -128,7 +125,7 @@ def _gemm_sumsq_c(P, K, J, n, H, BM=64, BK=128):
     return main
 
 
-def gemm_bwd(P, K, J, has, n=0, H=0, BT=BACKWARD_ROWS, BN=BACKWARD_COLUMNS, threads=256, stages=2, blocks=1, deferred=False):
+def gemm_bwd(P, K, J, has, n=0, H=0, BT=BACKWARD_ROWS, BN=BACKWARD_COLUMNS, threads=256, stages=2, pol=None, deferred=True, store="late"):
     """d_x[t, k] = sum_j dy[t, j] * F[j, k] + 2 * x[t, k] * dq[t]; part[r, j, k] = sum over rows of slice r of dy[t, j] * x[t, k].
 
     A block owns BN columns and walks over the rows of its slice: the sums over rows stay in registers.
@@ -155,8 +152,7 @@ def gemm_bwd(P, K, J, has, n=0, H=0, BT=BACKWARD_ROWS, BN=BACKWARD_COLUMNS, thre
         steps: P.int32,
     ):
         with P.Kernel(K // BN, R, threads=threads) as (b, r):
-            if blocks > 1:
-                P.annotate_min_blocks_per_sm(blocks)
+            if threads > 256:
                 P.no_set_max_nreg()
             dy = P.reshape(dy, (T, 2 * Jp))
             x = P.reshape(x, (T, K))
@@ -177,13 +173,15 @@ def gemm_bwd(P, K, J, has, n=0, H=0, BT=BACKWARD_ROWS, BN=BACKWARD_COLUMNS, thre
             if want_x:
                 P.copy(F[0, b * BN], f_hi)
                 P.copy(F[Jp, b * BN], f_lo)
+            if store == "plain":
+                P.annotate_layout({news: make_swizzled_layout(news)})
             if add:
                 P.annotate_layout({olds: make_swizzled_layout(olds)})
             if want_part:
                 P.clear(df)
             for t in P.Pipelined(P.min(steps, P.ceildiv(T, BT) - r * steps), num_stages=stages):
                 P.copy(dy[(r * steps + t) * BT, 0], dys)
-                P.copy(x[(r * steps + t) * BT, b * BN], xs)
+                P.copy(x[(r * steps + t) * BT, b * BN], xs, eviction_policy=pol)
                 if add:
                     P.copy(old[(r * steps + t) * BT, b * BN], olds)
                 if want_x:
@@ -200,8 +198,15 @@ def gemm_bwd(P, K, J, has, n=0, H=0, BT=BACKWARD_ROWS, BN=BACKWARD_COLUMNS, thre
                     if add:
                         for i, j in P.Parallel(BT, BN):
                             dx[i, j] = dx[i, j] + P.to_f32(olds[i, j], BF16)
+                    if store == "late":
+                        P.tma_store_wait(0)
                     P.copy(dx, news)
-                    P.copy(news, d_x[(r * steps + t) * BT, b * BN])
+                    if store == "late":
+                        P.tma_copy(news, d_x[(r * steps + t) * BT : (r * steps + t) * BT + BT, b * BN : b * BN + BN])
+                    else:
+                        P.copy(news, d_x[(r * steps + t) * BT, b * BN], disable_tma=store == "plain")
+            if want_x and store == "late":
+                P.tma_store_wait(0)
             if want_part:
                 for i, j in P.Parallel(BN, Jp):
                     low[i, j] = df[i, j + Jp]

@@ -1,0 +1,122 @@
+"""`tk-kernels bench`: verify every case against its oracle, then time it; print, and write JSONL, CSV and plots."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tk_core import registry
+from tk_core.bench import peers, timers
+from tk_core.bench.cases import CASES, Case
+
+COLUMNS = (
+    "op", "direction", "variant", "rows", "hidden", "us", "bytes", "gbps", "copy_gbps", "of_copy", "peer", "peer_us", "ratio", "eager_us", "peak_mb",
+)  # fmt: skip
+
+
+class Entry(NamedTuple):
+    """One row of the benchmark: an operation in one direction at one size."""
+
+    case: Case
+    direction: str
+    rows: int
+    hidden: int
+    accumulating: bool = False
+
+    @property
+    def variant(self) -> str:
+        """What distinguishes the row beside its sizes."""
+        parts = [f"{k}={v}" for k, v in self.case.attrs.items() if k in ("repeat", "precision")]
+        parts += [f"no {name}" for name in self.case.absent] + (["accumulating"] if self.accumulating else [])
+        return " ".join(parts)
+
+    @property
+    def bytes(self) -> int:
+        """The least that must be moved."""
+        case = self.case
+        expression = case.forward_bytes if self.direction == "fwd" else case.accumulating_bytes if self.accumulating else case.backward_bytes
+        return case.count(expression, self.rows, self.hidden)
+
+
+def entries(names: list[str], rows: list[int], hidden: list[int]) -> Iterator[Entry]:
+    """Every row of the benchmark: each case and its variants."""
+    for name in names or list(CASES):
+        for case in CASES[registry.get(name).name].variants():
+            for h in hidden if "H" in case.forward_bytes else hidden[-1:]:
+                for t in rows:
+                    yield Entry(case, "fwd", t, h)
+                    yield Entry(case, "bwd", t, h)
+                    if case.accumulating_bytes:
+                        yield Entry(case, "bwd", t, h, True)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the benchmark of the command line."""
+    try:
+        import torch
+    except ImportError:
+        print("the benchmark runs on torch tensors: pip install 'tk-kernels[torch,bench]'", file=sys.stderr)
+        return 2
+    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    rows = args.rows or ([8192] if device == "cuda" else [512])
+    hidden = args.hidden or ([7168] if device == "cuda" else [1280])
+    from tk_core.bench import measure
+
+    table = peers.load(args.compare)
+    runner = measure.Runner(device)
+    about = {"meta": True, "date": time.strftime("%Y-%m-%d"), **runner.about(), "timer": "event" if device == "cuda" else "wall"}
+    print(" ".join(f"{k}={v}" for k, v in about.items() if k != "meta"))
+    results, red = [], 0
+    for entry in entries(args.ops, rows, hidden):
+        wrong = runner.verify(entry)
+        if wrong:
+            red += 1
+            print(f"{entry.case.op} {entry.direction} {entry.variant} {entry.rows} x {entry.hidden}: WRONG, not timed: {wrong}")
+            continue
+        row = runner.time(entry)
+        peer = table.best(entry.case.op, entry.direction, entry.rows, entry.hidden, dict(entry.case.attrs), entry.accumulating)
+        if peer is not None and device == "cuda" and peer["timer"] == "event":
+            row |= {"peer": peer["peer"], "peer_us": peer["time_us"], "ratio": round(peer["time_us"] / row["us"], 3)}
+        results.append(row)
+        print(line(row), flush=True)
+    host = [] if args.no_host else runner.host()
+    for row in host:
+        print(" ".join(f"{k}={v}" for k, v in row.items()), flush=True)
+    write(args.out, about, results, host)
+    print(f"wrote {args.out}/bench.jsonl, bench.csv and plots; {red} cases wrong")
+    return 1 if red else 0
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as people read it."""
+    text = f"{row['op']:22} {row['direction']} {row['variant']:28} {row['rows']:6} x {row['hidden']:5} {row['us']:9.2f} us {row['gbps']:7.0f} GB/s"
+    if row.get("of_copy"):
+        text += f"  {row['of_copy']:5.1%} of a copy"
+    if row.get("peer_us"):
+        text += f"  peer {row['peer_us']:8.2f} us, ratio {row['ratio']:.2f}"
+    if row.get("eager_us"):
+        text += f"  eager {row['eager_us']:9.2f} us, {row['eager_us'] / row['us']:.1f}x"
+    return text + (f"  peak {row['peak_mb']} MB" if row.get("peak_mb") is not None else "")
+
+
+def write(out: Path, about: dict[str, Any], results: list[dict[str, Any]], host: list[dict[str, Any]]) -> None:
+    """JSONL with everything, CSV with the table, one PNG a family."""
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [about, *results, *({"host": True, **row} for row in host)]
+    (out / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    with open(out / "bench.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(results)
+    try:
+        from tk_core.bench import plots
+    except ImportError:
+        print("no matplotlib: no plots (pip install 'tk-kernels[bench]')", file=sys.stderr)
+        return
+    plots.draw(out, about, results)
