@@ -2,18 +2,20 @@
 
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import pytest
+import torch
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if not torch.cuda.is_available():
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 from frontends import Jax, Torch
 
 
 @pytest.fixture(autouse=True, scope="session")
 def poison():
     """What a kernel leaves unwritten is NaN."""
-    import torch
-
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.set_num_threads(1)
@@ -25,11 +27,11 @@ def front(request):
     return {"torch": Torch, "jax": Jax}[request.param]()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Tests marked `gpu` run where there is one."""
-    import torch
-
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    """Without a CUDA device, `gpu` tests are skipped; with one, `anywhere` tests are GPU tests and run there."""
+    for item in items:
+        if not torch.cuda.is_available() and "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if torch.cuda.is_available() and "anywhere" in item.keywords:
+            item.add_marker(pytest.mark.gpu)

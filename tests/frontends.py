@@ -29,7 +29,7 @@ class Torch:
         import torch
 
         self.torch = torch
-        self.device = "cpu"
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def array(self, a):
         if a is None:

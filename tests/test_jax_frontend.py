@@ -233,7 +233,7 @@ def scalar_loss(f):
     return lambda *args: sum((o.astype(jnp.float32) ** 2).sum() for o in jax.tree.leaves(f(*args)))
 
 
-AXES = [a for a in itertools.product((None, 0, 1), (None, 0), (None, 0)) if any(x is not None for x in a)]
+AXES = [(0, 0, 0), (1, None, None), (None, 0, None), (None, None, 1), (None, 0, 0), (1, 0, None), (0, None, 1)]
 
 
 @pytest.mark.parametrize("axes", AXES)
@@ -259,6 +259,20 @@ def test_a_batch_of_rows_is_one_launch():
     tk_core.reset_stats()
     jax.block_until_ready(jax.jit(jax.vmap(mhc.mhc_pre_apply_mix))(x, mix))
     assert tk_core.stats()["launches"] == {"mhc_pre_apply_mix.apply_mix": 1}
+
+
+def test_a_batch_of_rows_over_a_batch_of_parameters():
+    m, scale, base = normal(2, 3, 5, 24), normal(3, 3), normal(24)
+    heads = jax.vmap(split, (0, 0, None))
+    got = jax.jit(jax.vmap(heads, (0, None, None)))(m, scale, base)
+    tk_core.reset_stats()
+    same(got, jax.jit(jax.vmap(heads, (0, None, None)))(m, scale, base))
+    assert tk_core.stats()["launches"] == {"mhc_pre_split_mixes.split_mixes": 3}
+    for i, j in itertools.product(range(2), range(3)):
+        same(jax.tree.map(lambda o, i=i, j=j: o[i, j], got), split(m[i, j], scale[j], base))
+    one = jax.vmap(jax.vmap(split, (None, 0, None)), (0, None, None))(m[:, 0], scale, base)
+    for i, j in itertools.product(range(2), range(3)):
+        same(jax.tree.map(lambda o, i=i, j=j: o[i, j], one), split(m[i, 0], scale[j], base))
 
 
 def test_nested_vmap_and_the_gradient_of_vmap():
@@ -318,13 +332,12 @@ def test_abstract_evaluation_compiles_and_launches_nothing():
 
 def test_row_counts_compile_no_kernel():
     f = jax.jit(jax.grad(scalar_loss(mhc.mhc_pre_apply_mix), (0, 1)))
-    f(*mix_args(2))
+    jax.block_until_ready(f(*mix_args(2)))
     tk_core.reset_stats()
     for rows in (1, 3, 17, 64, 65):
-        f(*mix_args(rows))
+        jax.block_until_ready(f(*mix_args(rows)))
     stats = tk_core.stats()
     assert (stats["compiles"], stats["loads"]) == (0, 0)
-    jax.block_until_ready(f(*mix_args(5)))
     assert stats["launches"]["mhc_pre_apply_mix.apply_mix"] == 5
 
 

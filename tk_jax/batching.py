@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
@@ -24,7 +23,10 @@ def batchable(call: Call) -> Any:
 
     @function.def_vmap
     def rule(size: int, batched: Sequence[bool], *arrays: Any) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
-        results = _as_rows(call, size, batched, arrays) if _is_rows(call, batched) else _one_by_one(call, batched, arrays)
+        if _is_rows(call, batched):
+            results = _as_rows(call, size, batched, arrays)
+        else:
+            results = batchable(call._replace(loops=(tuple(batched), *call.loops)))(*arrays)
         return results, (True,) * len(call.wanted)
 
     return function
@@ -37,19 +39,15 @@ def _is_rows(call: Call, batched: Sequence[bool]) -> bool:
 
 
 def _as_rows(call: Call, size: int, batched: Sequence[bool], arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The batch axis becomes the first of the rows' axes."""
-    widened = [
-        jnp.broadcast_to(array, (size, *array.shape)) if call.has_rows(name) and not there else array
-        for name, there, array in zip(call.operands, batched, arrays, strict=True)
-    ]
-    return batchable(call)(*widened)
-
-
-def _one_by_one(call: Call, batched: Sequence[bool], arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """A loop over the examples; a loop inside a loop where vmaps are nested."""
-
-    def example(own: Sequence[Any]) -> tuple[Any, ...]:
-        rest = iter(own)
-        return batchable(call)(*(next(rest) if there else array for there, array in zip(batched, arrays, strict=True)))
-
-    return jax.lax.map(example, [array for there, array in zip(batched, arrays, strict=True) if there])
+    """The batch axis becomes the first of the rows' axes, behind the axes that are looped over."""
+    widened = []
+    for name, looped, there, array in zip(call.operands, call.loop_labels, batched, arrays, strict=True):
+        depth = len(looped)
+        if there:
+            widened.append(jnp.moveaxis(array, 0, depth))
+        elif call.has_rows(name):
+            shape = (*array.shape[:depth], size, *array.shape[depth:])
+            widened.append(jnp.broadcast_to(jnp.expand_dims(array, depth), shape))
+        else:
+            widened.append(array)
+    return tuple(jnp.moveaxis(result, len(call.loops), 0) for result in batchable(call)(*widened))

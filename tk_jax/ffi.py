@@ -26,7 +26,7 @@ from tk_core import cache, kernels
 from tk_core.device import arch_of
 from tk_core.errors import CompileError
 from tk_core.ffi import import_without_torch, tvm_ffi
-from tk_core.op import Env, Rule, Type
+from tk_core.op import Arg, Env, Rule, Type
 from tk_core.plan import Plan, Step
 from tk_jax import compat
 
@@ -125,12 +125,16 @@ def define(text: str) -> int:
 
 
 class Call(NamedTuple):
-    """One rule with everything about a call of it that is static. Its operands are the present arguments and accumulators."""
+    """One rule with everything about a call of it that is static. Its operands are the present arguments and accumulators.
+
+    `loops` are the axes in front of the rows that are looped over, outermost first: for each, which operands have it.
+    """
 
     rule: Rule
     attrs: tuple[tuple[str, Any], ...]
     present: tuple[bool, ...]
     wanted: tuple[str, ...]
+    loops: tuple[tuple[bool, ...], ...] = ()
 
     @classmethod
     def of(cls, rule: Rule, attrs: Mapping[str, Any], present: Sequence[bool], wanted: Iterable[str]) -> Call:
@@ -151,12 +155,23 @@ class Call(NamedTuple):
 
     def has_rows(self, name: str) -> bool:
         """Whether an operand or a result has the rows as leading axes."""
-        return (self.rule.outs[name] if name in self.rule.outs else self.rule.ins[name]).rows
+        return self._arg(name).rows
 
-    def lead_axes(self, name: str, ndim: int) -> int:
-        """The number of leading axes of an array that are rows."""
-        arg = self.rule.outs[name] if name in self.rule.outs else self.rule.ins[name]
-        return ndim - len(arg.inner) if arg.rows else 0
+    @property
+    def loop_labels(self) -> tuple[tuple[str, ...], ...]:
+        """For every operand the names of its axes that are looped over."""
+        return tuple(tuple(f"loop{k}" for k, has in enumerate(self.loops) if has[i]) for i in range(len(self.operands)))
+
+    def labels(self, ndims: Sequence[int]) -> list[tuple[str, ...]]:
+        """For every operand the names of its leading axes: those that are looped over, then the rows."""
+        pairs = zip(self.operands, self.loop_labels, ndims, strict=True)
+        return [(*looped, *self._rows(name, ndim - len(looped))) for name, looped, ndim in pairs]
+
+    def result_labels(self, operands: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """The same of every result, from the operands'."""
+        rows = max(([label for label in labels if label.startswith("row")] for labels in operands), key=len, default=[])
+        looped = [f"loop{k}" for k in range(len(self.loops))]
+        return [(*looped, *rows) if self.has_rows(name) else tuple(looped) for name in self.wanted]
 
     def types(self, arrays: Sequence[Any]) -> list[Type | None]:
         """What the core judges, with None for absent arguments."""
@@ -170,6 +185,13 @@ class Call(NamedTuple):
             env.update(self.rule.derive(env))
         return env
 
+    def _arg(self, name: str) -> Arg:
+        return self.rule.outs[name] if name in self.rule.outs else self.rule.ins[name]
+
+    def _rows(self, name: str, ndim: int) -> tuple[str, ...]:
+        arg = self._arg(name)
+        return tuple(f"row{axis}" for axis in range(ndim - len(arg.inner))) if arg.rows else ()
+
 
 def type_of(array: Any) -> Type:
     """(shape, dtype name, device) of an array or a type; where it lies is jax's business."""
@@ -182,7 +204,15 @@ _rule.multiple_results = True
 
 def launch(call: Call, arrays: Sequence[Any]) -> list[Any]:
     """The wanted results of a rule, in the order of its declaration. No batching, no sharding, no gradient here."""
-    return _rule.bind(*arrays, call=call)
+    if not call.loops:
+        return _rule.bind(*arrays, call=call)
+    has, inner = call.loops[0], call._replace(loops=call.loops[1:])
+
+    def example(own: Sequence[Any]) -> list[Any]:
+        rest = iter(own)
+        return launch(inner, [next(rest) if there else array for there, array in zip(has, arrays, strict=True)])
+
+    return jax.lax.map(example, [array for there, array in zip(has, arrays, strict=True) if there])
 
 
 @_rule.def_abstract_eval

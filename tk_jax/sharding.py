@@ -2,14 +2,16 @@
 
 Three cases, told apart when a program is traced. Inside a full `shard_map` there is nothing to do. Explicit axes: a
 `shard_map` over them, with the partition that the types name. Otherwise (automatic axes, or no mesh yet): a custom
-partitioning, which XLA asks when it has decided on shardings. Inner axes that are sharded are gathered. Parameter gradients
-are summed over the axes that share the rows, in one all-reduce for all of them.
+partitioning, which XLA asks when it has decided on shardings. Inner axes that are sharded are gathered; arguments that are
+sharded differently follow the first of them. Parameter gradients are summed over the mesh axes that share the rows, in one
+all-reduce for all of them. Axes that `vmap` loops over are shared like rows, but never summed over.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +23,9 @@ from tk_core.op import Rule
 from tk_jax import compat
 from tk_jax.ffi import Call, launch
 
-# One entry for every leading axis: the mesh axes that share it.
-Rows = tuple[tuple[str, ...], ...]
+# The mesh axes that share a leading axis, by its label ("row0", "loop0").
+Partition = Mapping[str, tuple[str, ...]]
+Labels = Sequence[tuple[str, ...]]
 
 
 def sharded(call: Call, arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -36,20 +39,23 @@ def sharded(call: Call, arrays: Sequence[Any]) -> tuple[Any, ...]:
     return _partitioned(call)(*arrays)
 
 
-def conform(rule: Rule, names: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
+def conform(rule: Rule, present: tuple[bool, ...], arrays: Sequence[Any]) -> list[Any]:
     """Arrays in the explicit sharding in which a rule takes them; outside the gradient, so that its transpose is right."""
     mesh = compat.explicit_mesh(arrays)
     if mesh is None:
         return list(arrays)
-    leads = [array.ndim - len(rule.ins[name].inner) if rule.ins[name].rows else 0 for name, array in zip(names, arrays, strict=True)]
-    rows = _rows_of(leads, [compat.spec_of(array) for array in arrays])
-    return [_resharded(array, mesh, _spec(rows[:lead], array.ndim)) for array, lead in zip(arrays, leads, strict=True)]
+    call = Call(rule, (), (*present, *(False for _ in rule.accumulates)), ())
+    labels = call.labels([array.ndim for array in arrays])
+    return _resharded(arrays, mesh, labels, _partition_of(labels, [compat.spec_of(array) for array in arrays]))
 
 
-def _resharded(array: Any, mesh: AbstractMesh, spec: PartitionSpec) -> Any:
-    if jax.typeof(array).sharding.mesh.explicit_axes and compat.spec_of(array) == tuple(spec):
-        return array
-    return compat.reshard(array, mesh, spec)
+def _resharded(arrays: Sequence[Any], mesh: AbstractMesh, labels: Labels, partition: Partition) -> list[Any]:
+    moved = []
+    for array, own in zip(arrays, labels, strict=True):
+        spec = _spec(own, partition, array.ndim)
+        there = compat.explicit_mesh([array]) is not None and compat.spec_of(array) == tuple(spec)
+        moved.append(array if there else compat.reshard(array, mesh, spec))
+    return moved
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
@@ -58,43 +64,44 @@ def _axes(entry: Any) -> tuple[str, ...]:
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
-def _rows_of(leads: Sequence[int], specs: Sequence[Sequence[Any]]) -> Rows:
-    """The partition of the rows: for every leading axis what the first array says that says anything."""
-    found: list[tuple[str, ...]] = [()] * max(leads, default=0)
+def _partition_of(labels: Labels, specs: Sequence[Sequence[Any]]) -> Partition:
+    """For every leading axis what the first array says that says anything; no mesh axis is used twice."""
+    found: dict[str, tuple[str, ...]] = {}
     used: set[str] = set()
-    for i in range(len(found)):
-        for lead, spec in zip(leads, specs, strict=True):
-            axes = _axes(spec[i]) if i < lead else ()
-            if axes and used.isdisjoint(axes):
-                found[i] = axes
+    for own, spec in zip(labels, specs, strict=True):
+        for label, entry in zip(own, spec, strict=False):
+            axes = _axes(entry)
+            if axes and label not in found and used.isdisjoint(axes):
+                found[label] = axes
                 used.update(axes)
-                break
-    return tuple(found)
+    return found
 
 
-def _spec(rows: Rows, ndim: int) -> PartitionSpec:
-    entries = [axes[0] if len(axes) == 1 else axes or None for axes in rows]
-    return PartitionSpec(*entries, *(None,) * (ndim - len(entries)))
+def _spec(labels: Sequence[str], partition: Partition, ndim: int) -> PartitionSpec:
+    entries = [partition.get(label, ()) for label in labels]
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries), *(None,) * (ndim - len(entries)))
 
 
-def _sums(call: Call) -> tuple[str, ...]:
-    """Wanted results that every device has only its rows' part of."""
-    return tuple(name for name in call.wanted if not call.has_rows(name))
+def _prefix(labels: Sequence[str], partition: Partition) -> PartitionSpec:
+    return _spec(labels, partition, len(labels))
 
 
-def _may_split(call: Call) -> bool:
-    return call.rule.partial_results or not _sums(call)
+def _splittable(call: Call, partition: Partition) -> Partition:
+    """Rows are shared only where every result has rows, or is a sum over them."""
+    if call.rule.partial_results or all(call.has_rows(name) for name in call.wanted):
+        return partition
+    return {label: axes for label, axes in partition.items() if not label.startswith("row")}
 
 
-def _on_one_device(call: Call, rows: Rows, arrays: Sequence[Any]) -> tuple[Any, ...]:
+def _on_one_device(call: Call, partition: Partition, *arrays: Any) -> tuple[Any, ...]:
     """The results on one device's rows; those without rows are summed over the devices that share the rows."""
-    axes = tuple(axis for entry in rows for axis in entry)
-    names = _sums(call)
+    axes = tuple(axis for label, own in partition.items() if label.startswith("row") for axis in own)
+    sums = [name for name in call.wanted if not call.has_rows(name)]
     if axes:
-        arrays = [_once(array, axes) if name in names else array for name, array in zip(call.operands, arrays, strict=True)]
+        arrays = tuple(_once(array, axes) if name in sums else array for name, array in zip(call.operands, arrays, strict=True))
     values = dict(zip(call.wanted, launch(call, compat.vary(arrays)), strict=True))
-    if axes and names:
-        values.update(zip(names, jax.lax.psum(tuple(values[name] for name in names), axes), strict=True))
+    if axes and sums:
+        values.update(zip(sums, jax.lax.psum(tuple(values[name] for name in sums), axes), strict=True))
     return tuple(values[name] for name in call.wanted)
 
 
@@ -107,23 +114,16 @@ def _once(accumulator: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _explicit(call: Call, arrays: Sequence[Any], mesh: AbstractMesh) -> tuple[Any, ...]:
-    leads = [call.lead_axes(name, array.ndim) for name, array in zip(call.operands, arrays, strict=True)]
-    rows = _rows_of(leads, [compat.spec_of(array) for array in arrays]) if _may_split(call) else ((),) * max(leads, default=0)
-    specs = [_spec(rows[:lead], array.ndim) for lead, array in zip(leads, arrays, strict=True)]
-    arrays = [_resharded(array, mesh, spec) for array, spec in zip(arrays, specs, strict=True)]
-    env = call.bind(arrays)
-    results = tuple(
-        _spec(rows if call.has_rows(name) else (), len(shape))
-        for name, (shape, _) in zip(call.wanted, call.rule.result_types(env, call.wanted), strict=True)
-    )
+    labels = call.labels([array.ndim for array in arrays])
+    partition = _splittable(call, _partition_of(labels, [compat.spec_of(array) for array in arrays]))
     split = jax.shard_map(
-        lambda *shards: _on_one_device(call, rows, shards),
+        functools.partial(_on_one_device, call, partition),
         mesh=mesh,
-        in_specs=tuple(specs),
-        out_specs=results,
+        in_specs=tuple(_prefix(own, partition) for own in labels),
+        out_specs=tuple(_prefix(own, partition) for own in call.result_labels(labels)),
         axis_names=compat.manual_axes(mesh),
     )
-    return split(*arrays)
+    return split(*_resharded(arrays, mesh, labels, partition))
 
 
 # ------------------------------------------------------------------ automatic axes
@@ -136,58 +136,41 @@ def _partitioned(call: Call) -> Any:
         return tuple(launch(call, arrays))
 
     def partition(mesh: Any, args: Any, results: Any) -> Any:
-        leads = [call.lead_axes(name, len(arg.shape)) for name, arg in zip(call.operands, args, strict=True)]
-        rows = _even_rows(call, mesh, leads, args)
-        arg_shardings = tuple(NamedSharding(mesh, _spec(rows[:lead], len(arg.shape))) for lead, arg in zip(leads, args, strict=True))
-        return mesh, functools.partial(_shards, call, rows), _result_shardings(call, mesh, rows, results), arg_shardings
+        labels = call.labels([len(arg.shape) for arg in args])
+        shared = _even(call, mesh, labels, args)
+        given = tuple(NamedSharding(mesh, _prefix(own, shared)) for own in labels)
+        return mesh, functools.partial(_on_one_device, call, shared), _results(call, mesh, labels, shared), given
 
     def infer(mesh: Any, args: Any, results: Any) -> Any:
-        leads = [call.lead_axes(name, len(arg.shape)) for name, arg in zip(call.operands, args, strict=True)]
-        return _result_shardings(call, mesh, _even_rows(call, mesh, leads, args), results)
+        labels = call.labels([len(arg.shape) for arg in args])
+        return _results(call, mesh, labels, _even(call, mesh, labels, args))
 
     rule.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=functools.partial(_factors, call))
     return rule
 
 
-def _shards(call: Call, rows: Rows, *shards: Any) -> tuple[Any, ...]:
-    return _on_one_device(call, rows, shards)
+def _results(call: Call, mesh: Any, labels: Labels, partition: Partition) -> tuple[NamedSharding, ...]:
+    return tuple(NamedSharding(mesh, _prefix(own, partition)) for own in call.result_labels(labels))
 
 
-def _result_shardings(call: Call, mesh: Any, rows: Rows, results: Any) -> tuple[NamedSharding, ...]:
-    return tuple(
-        NamedSharding(mesh, _spec(rows if call.has_rows(name) else (), len(result.shape)))
-        for name, result in zip(call.wanted, results, strict=True)
-    )
-
-
-def _even_rows(call: Call, mesh: Any, leads: Sequence[int], args: Sequence[Any]) -> Rows:
-    """The partition of the rows, without axes that would pad them: padded rows would be summed into parameter gradients."""
-    longest = max(leads, default=0)
-    if not _may_split(call):
-        return ((),) * longest
-    specs = [tuple(arg.sharding.spec) + (None,) * len(arg.shape) if isinstance(arg.sharding, NamedSharding) else () for arg in args]
-    leads = [lead if spec else 0 for lead, spec in zip(leads, specs, strict=True)]
-    rows = _rows_of(leads, specs) + ((),) * (longest - max(leads, default=0))
-    sizes = next((arg.shape for lead, arg in zip(leads, args, strict=True) if lead == longest), ())
-    devices = [_product(mesh.shape[axis] for axis in axes) for axes in rows]
-    return tuple(axes if number and size % number == 0 else () for axes, number, size in zip(rows, devices, sizes, strict=False))
-
-
-def _product(numbers: Any) -> int:
-    return functools.reduce(lambda a, b: a * b, numbers, 1)
+def _even(call: Call, mesh: Any, labels: Labels, args: Sequence[Any]) -> Partition:
+    """The partition that the arguments have, without axes that would pad rows: padding would be summed into gradients."""
+    specs = [tuple(arg.sharding.spec) if isinstance(arg.sharding, NamedSharding) else () for arg in args]
+    sizes = {label: size for own, arg in zip(labels, args, strict=True) for label, size in zip(own, arg.shape, strict=False)}
+    found = _splittable(call, _partition_of(labels, specs))
+    return {label: axes for label, axes in found.items() if sizes[label] % math.prod(mesh.shape[axis] for axis in axes) == 0}
 
 
 def _factors(call: Call, mesh: Any, values: Sequence[Any], results: Sequence[Any]) -> tuple[str, dict[str, Any]]:
     """The rule for Shardy: leading axes pass through, every inner axis must be whole."""
+    labels = call.labels([len(kind.shape) for kind in values])
     whole: list[str] = []
 
-    def term(prefix: str, name: str, kind: Any) -> str:
-        ndim = len(kind.shape)
-        lead = call.lead_axes(name, ndim)
-        inner = [f"{prefix}x{axis}" for axis in range(ndim - lead)]
+    def term(prefix: str, own: Sequence[str], kind: Any) -> str:
+        inner = [f"{prefix}x{axis}" for axis in range(len(kind.shape) - len(own))]
         whole.extend(inner)
-        return " ".join([*(f"row{axis}" for axis in range(lead)), *inner])
+        return " ".join([*own, *inner])
 
-    left = [term(f"a{i}", name, kind) for i, (name, kind) in enumerate(zip(call.operands, values, strict=True))]
-    right = [term(f"r{i}", name, kind) for i, (name, kind) in enumerate(zip(call.wanted, results, strict=True))]
+    left = [term(f"a{i}", own, kind) for i, (own, kind) in enumerate(zip(labels, values, strict=True))]
+    right = [term(f"r{i}", own, kind) for i, (own, kind) in enumerate(zip(call.result_labels(labels), results, strict=True))]
     return f"{', '.join(left)} -> {', '.join(right)}", {"need_replication_factors": tuple(whole)}

@@ -74,7 +74,7 @@ def _compiled(op: Op, values: tuple, present: tuple[bool, ...]) -> Any:
         given = iter(arrays)
         # judged here, on the shapes that the caller sees, not on those of one shard or of a whole batch
         rule.bind([type_of(next(given)) if there else None for there in present], attrs)
-        return differentiable(*conform(rule, names, compat.vary(arrays)))
+        return differentiable(*conform(rule, present, compat.vary(arrays)))
 
     function.__name__ = function.__qualname__ = op.name
     return jax.jit(function)

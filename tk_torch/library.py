@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tk_core.op import Op, Rule
-from tk_torch import launch
+from tk_torch import launch, sharding
 
 _library = torch.library.Library("tk", "FRAGMENT")
 _SCHEMA_TYPES = {int: "int", float: "float", str: "str", bool: "bool"}
@@ -87,7 +87,7 @@ class Direction:
         num_ins = len(self.rule.ins)
         return (*tensors[:num_ins], *values, *((mask,) if self.selective else ()), *tensors[num_ins:])
 
-    def _split(self, args: Sequence[Any]) -> tuple[list[Any], tuple, int]:
+    def split(self, args: Sequence[Any]) -> tuple[list[Any], tuple, int]:
         """The reverse of `_pack`."""
         num_ins, end = len(self.rule.ins), len(self.rule.ins) + len(self.rule.attrs)
         mask = args[end] if self.selective else self.all
@@ -119,12 +119,12 @@ class Direction:
         return full[0] if len(full) == 1 else full
 
     def _implementation(self, *args: Any) -> Any:
-        tensors, values, mask = self._split(args)
+        tensors, values, mask = self.split(args)
         outs = self.run(tensors, values, mask)
         return self._results(outs, next(t for t in tensors if t is not None))
 
     def _fake(self, *args: Any) -> Any:
-        tensors, values, mask = self._split(args)
+        tensors, values, mask = self.split(args)
         rule, wanted = self.rule, self.wanted(mask)
         env = rule.bind(launch.types_of(tensors), dict(zip(rule.attrs, values, strict=True)))
         like = next(t for t in tensors if t is not None)
@@ -139,7 +139,9 @@ class Direction:
         return self._results(outs, like)
 
     def _autograd(self, *args: Any) -> Any:
-        tensors, values, mask = self._split(args)
+        tensors, values, mask = self.split(args)
+        if sharding.has_dtensor(tensors):
+            sharding.register(self)
         ins = tensors[: len(self.rule.ins)]
         needs = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in ins)
         # duals of forward mode go through the Function as well: it refuses them instead of dropping them
