@@ -67,7 +67,8 @@ def split_gradients(m, scale, base, cotangents):
     s = sigmoid(z)
     factor = np.concatenate([s[:, :N] * (1 - s[:, :N]), 2 * s[:, N : 2 * N] * (1 - s[:, N : 2 * N]), np.ones_like(z[:, 2 * N :])], 1)
     widths = (N, N, N * N)
-    g = np.concatenate([np.zeros((len(m), w)) if c is None else double(c).reshape(-1, w) for c, w in zip(cotangents, widths, strict=True)], 1)
+    given = [np.zeros((len(m), w)) if c is None else double(c).reshape(-1, w) for c, w in zip(cotangents, widths, strict=True)]
+    g = np.concatenate(given, 1)
     dz = g * factor
     parts = np.split(dz * m, [N, 2 * N], axis=1)
     return dz * np.repeat(scale, [N, N, N * N]), np.array([p.sum() for p in parts]), dz.sum(0)
@@ -104,7 +105,7 @@ def test_absent_cotangents(given):
 
 
 @pytest.mark.parametrize("which", [w for r in (1, 2, 3) for w in itertools.combinations(range(3), r)])
-@pytest.mark.parametrize("f, make", [(split, split_args), (head, lambda *lead: (normal(*lead, N), normal(1), normal(N)))])
+@pytest.mark.parametrize(("f", "make"), [(split, split_args), (head, lambda *lead: (normal(*lead, N), normal(1), normal(N)))])
 def test_only_the_wanted_gradients_are_computed(f, make, which):
     args = make(9)
 
@@ -226,7 +227,15 @@ def loop(f, axes, args):
 
 def batch(arrays, axes, size=3):
     """A batch along the given axis of every array that has one."""
-    return [a if axis is None else jnp.stack([a * (1 + i / 4) for i in range(size)], axis).astype(a.dtype) for a, axis in zip(arrays, axes, strict=True)]
+
+    def copies(array, axis):
+        return jnp.stack([array * (1 + i / 4) for i in range(size)], axis).astype(array.dtype)
+
+    return [a if axis is None else copies(a, axis) for a, axis in zip(arrays, axes, strict=True)]
+
+
+def at(arrays, *index):
+    return jax.tree.map(lambda a: a[index], arrays)
 
 
 def scalar_loss(f):
@@ -269,10 +278,10 @@ def test_a_batch_of_rows_over_a_batch_of_parameters():
     same(got, jax.jit(jax.vmap(heads, (0, None, None)))(m, scale, base))
     assert tk_core.stats()["launches"] == {"mhc_pre_split_mixes.split_mixes": 3}
     for i, j in itertools.product(range(2), range(3)):
-        same(jax.tree.map(lambda o, i=i, j=j: o[i, j], got), split(m[i, j], scale[j], base))
+        same(at(got, i, j), split(m[i, j], scale[j], base))
     one = jax.vmap(jax.vmap(split, (None, 0, None)), (0, None, None))(m[:, 0], scale, base)
     for i, j in itertools.product(range(2), range(3)):
-        same(jax.tree.map(lambda o, i=i, j=j: o[i, j], one), split(m[i, 0], scale[j], base))
+        same(at(one, i, j), split(m[i, 0], scale[j], base))
 
 
 def test_nested_vmap_and_the_gradient_of_vmap():
@@ -281,8 +290,8 @@ def test_nested_vmap_and_the_gradient_of_vmap():
     grad = jax.grad(scalar_loss(split), (0, 1, 2))
     got = jax.jit(jax.vmap(jax.vmap(grad, (0, None, 0)), (0, 0, None)))(m, scale, base)
     for i, j in itertools.product(range(2), range(3)):
-        same(jax.tree.map(lambda o: o[i, j], twice(m, scale, base)), split(m[i, j], scale[i], base[j]))
-        same(jax.tree.map(lambda o: o[i, j], got), grad(m[i, j], scale[i], base[j]))
+        same(at(twice(m, scale, base), i, j), split(m[i, j], scale[i], base[j]))
+        same(at(got, i, j), grad(m[i, j], scale[i], base[j]))
     outer = jax.grad(scalar_loss(twice), (0, 1, 2))(m, scale, base)
     close(outer[1], got[1].sum(1), 1e-4)
     close(outer[2], got[2].sum(0), 1e-4)
@@ -429,7 +438,7 @@ def test_what_is_not_loaded_raises():
 
         tvm_ffi.register_global_func("tk.test.record", lambda *args: None, override=True)
         dispatch("tk.test.record|0,7|", jnp.ones(3))
-    with pytest.raises(Exception, match="call tk_jax.load"):
+    with pytest.raises(Exception, match=r"call tk_jax\.load"):
         call = jax.ffi.ffi_call(ffi.TARGET, [jax.ShapeDtypeStruct((1,), jnp.float32)])
         jax.block_until_ready(jax.jit(lambda a: call(a, number=12345, text="?"))(jnp.ones(3)))
     with pytest.raises(ValueError, match="not of the form"):

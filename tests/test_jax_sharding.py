@@ -92,7 +92,7 @@ CASES = [(name, spec) for name in ("mix", "head") for spec in SPECS] + [("norm_f
 
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("name, spec", CASES, ids=str)
+@pytest.mark.parametrize(("name", "spec"), CASES, ids=str)
 def test_sharded_rows_stay_where_they_are(name, types, spec):
     f, args, rows = arguments(name, (8, 4))
     cotangents = cotangents_of(f, args)
@@ -165,6 +165,7 @@ def test_arguments_that_are_sharded_differently(types):
         agree(jax.jit(pullback(f))(place(mesh, cotangents, given), *placed), want, rows)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="jax 0.9 refuses such a sharding itself")
 def test_rows_that_do_not_divide_are_not_padded_into_the_parameter_gradient():
     f, args, rows = arguments("head", (6, 3))
     mesh = mesh_of(AxisType.Auto)
@@ -180,7 +181,7 @@ def test_rows_that_do_not_divide_are_not_padded_into_the_parameter_gradient():
 
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_vmap_over_a_sharded_batch(types):
-    f, args, rows = arguments("mix", (8, 4))
+    f, args, _ = arguments("mix", (8, 4))
     mesh = mesh_of(types)
     placed = [place(mesh, a, P("a", "b")) for a in args]
     compiled = jax.jit(jax.vmap(f)).lower(*placed).compile()
@@ -224,7 +225,7 @@ def test_scan_and_checkpoint_under_a_mesh(types):
 def test_accumulators_of_parameter_gradients_are_added_once(types):
     op = registry.get("mhc_pre_norm_fn")
     backward = tk_jax.bind_backward(op)
-    f, (residual, fn, weight), _ = arguments("norm_fn", (8, 4))
+    _, (residual, fn, weight), _ = arguments("norm_fn", (8, 4))
     y, q = normal(8, 4, 24), jnp.abs(normal(8, 4)) + N * H
     g, held = normal(8, 4, 24), normal(24, N * H)
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tk_core.op import Op, Rule
+from tk_core.errors import type_error, value_error
+from tk_core.op import Arg, Op, Rule
 from tk_torch import launch, sharding
 
 _library = torch.library.Library("tk", "FRAGMENT")
@@ -44,7 +45,10 @@ class Direction:
     def __init__(self, rule: Rule, gradient: Gradient) -> None:
         self.rule = rule
         self.gradient = gradient
-        self.num_tensors = rule.num_inputs
+        # buffers for gradients that ride along with a forward call, so that tracers see where the backward pass writes
+        self.carried = gradient.carried
+        self.carried_args = gradient.carried_args
+        self.num_tensors = rule.num_inputs + len(self.carried)
         self.all = (1 << len(rule.outs)) - 1
         # gradients are computed on demand, results of a forward rule always
         self.selective = any(arg.optional for arg in rule.outs.values())
@@ -59,7 +63,7 @@ class Direction:
 
     def run(self, tensors: Sequence[Any], values: tuple, mask: int, given: dict[str, Tensor] | None = None) -> list[Tensor | None]:
         """Launch, whatever autograd thinks."""
-        return launch.run(self.rule, tensors, values, self.wanted(mask), given)
+        return launch.run(self.rule, tensors[: self.rule.num_inputs], values, self.wanted(mask), given)
 
     def call(
         self, tensors: Sequence[Any], values: tuple, mask: int, context: Any = None, given: dict[str, Tensor] | None = None
@@ -92,7 +96,7 @@ class Direction:
         num_ins, end = len(self.rule.ins), len(self.rule.ins) + len(self.rule.attrs)
         mask = args[end] if self.selective else self.all
         accumulators = list(args[end + self.selective :])
-        accumulators += [None] * (len(self.rule.accumulates) - len(accumulators))
+        accumulators += [None] * (self.num_tensors - num_ins - len(accumulators))
         return [*args[:num_ins], *accumulators], tuple(args[num_ins:end]), mask
 
     def _unpack(self, outs: Any, mask: int) -> list[Tensor | None]:
@@ -106,6 +110,7 @@ class Direction:
         params += [f"{_SCHEMA_TYPES[type(value)]} {name}" for name, value in rule.attrs.items()]
         params += ["int wanted"] if self.selective else []
         params += [f"Tensor({chr(97 + i)}!)? acc_{name}=None" for i, name in enumerate(rule.accumulates)]
+        params += [f"Tensor? acc_{name}=None" for name in self.carried]
         results = ", ".join("Tensor" for _ in rule.outs)
         _library.define(f"{rule.name}({', '.join(params)}) -> {results if len(rule.outs) == 1 else f'({results})'}")
         for key in ("CPU", "CUDA"):
@@ -128,7 +133,7 @@ class Direction:
         rule, wanted = self.rule, self.wanted(mask)
         env = rule.bind(launch.types_of(tensors), dict(zip(rule.attrs, values, strict=True)))
         like = next(t for t in tensors if t is not None)
-        accumulated = {name for name, t in zip(rule.accumulates, tensors[len(rule.ins) :], strict=True) if t is not None}
+        accumulated = {name for name, t in zip(rule.accumulates, tensors[len(rule.ins) :], strict=False) if t is not None}
         outs = []
         for name in rule.outs:
             if name in wanted and name not in accumulated:
@@ -165,6 +170,9 @@ class Direction:
 class Gradient:
     """What a rule's Functions do in the backward pass; this one refuses."""
 
+    carried: tuple[str, ...] = ()
+    carried_args: tuple[Arg, ...] = ()
+
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -183,6 +191,8 @@ class RuleGradient(Gradient):
         super().__init__(op.name)
         self.op = op
         self.rule = backward.rule
+        self.carried = backward.rule.accumulates
+        self.carried_args = tuple(backward.rule.outs[name] for name in self.carried)
         self.backward_direction = backward
         self.names = (*op.forward.ins, *op.forward.outs)
         self.saved = [self.names.index(name) for name in op.saved]
@@ -217,13 +227,15 @@ class RuleGradient(Gradient):
         return [None if i is None else outs[i] for i in self.order]
 
     def _accumulators(self, ctx: Any, mask: int) -> list[Tensor | None]:
-        """Buffers that gradients are to be added to; `context(saved)` finds them when the gradient is computed."""
+        """Buffers to add gradients to: those of the forward call, and what `context(saved)` finds when the gradient is due."""
         names = self.rule.accumulates
         if not names:
             return []
-        found = ctx.context(dict(zip(self.op.saved, ctx.saved_tensors, strict=True))) if ctx.context is not None else {}
+        found = ctx.carried
+        if ctx.context is not None:
+            found = {**found, **ctx.context(dict(zip(self.op.saved, ctx.saved_tensors, strict=True)))}
         outs = list(self.rule.outs)
-        return [found.get(name.removeprefix("d_")) if mask >> outs.index(name) & 1 else None for name in names]
+        return [found.get(name) if mask >> outs.index(name) & 1 else None for name in names]
 
     def _by_result(self, accumulators: list[Tensor | None]) -> list[Tensor | None]:
         found = dict(zip(self.rule.accumulates, accumulators, strict=True))
@@ -249,6 +261,7 @@ def _eager_function(direction: Direction) -> type[torch.autograd.Function]:
         outs = direction.below(ready, values, mask, given)
         ctx.num_extra = len(tensors) - num_ins
         gradient.save(ctx, ready[:num_ins], outs, values, context)
+        ctx.carried = dict(zip(direction.carried, ready[num_ins:], strict=False))
         if given:
             ctx.mark_dirty(*given.values())
         return tuple(outs)
@@ -279,6 +292,7 @@ def _func_function(direction: Direction) -> type[torch.autograd.Function]:
         values, _, *tensors = inputs
         ctx.num_extra = len(tensors) - num_ins
         gradient.save(ctx, tensors[:num_ins], output, values, None)
+        ctx.carried = {}
 
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         return None, None, *gradient.backward(ctx, cotangents), *(None,) * ctx.num_extra
@@ -294,6 +308,7 @@ def _vmap(direction: Direction, size: int, dims: Sequence[int | None], values: t
     """One more leading axis where only row arguments are batched and results are rows; otherwise a loop over the batch."""
     rule = direction.rule
     args = [*rule.ins.values(), *(rule.outs[name] for name in rule.accumulates)]
+    tensors, dims = tensors[: len(args)], dims[: len(args)]
     batched = [t is not None and d is not None for t, d in zip(tensors, dims, strict=True)]
     rows_only = all(arg.rows or not b for arg, b in zip(args, batched, strict=True))
     wanted = direction.wanted(mask)
@@ -327,13 +342,26 @@ class TorchOp:
         self.defaults = op.forward.attributes({})
         self._known: dict[tuple, tuple] = {}
 
-    def __call__(self, *tensors: Any, accumulators: Any = None, out: dict[str, Tensor] | None = None, **attrs: Any) -> Any:
-        """The public results. `accumulators(saved)` names buffers for gradients; `out` gives results to write to."""
+    def __call__(
+        self,
+        *tensors: Any,
+        accumulators: dict[str, Tensor] | None = None,
+        context: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
+        out: dict[str, Tensor] | None = None,
+        **attrs: Any,
+    ) -> Any:
+        """The public results.
+
+        `accumulators` are buffers by gradient name that the backward pass adds to instead of returning a gradient;
+        `context(saved)` may name more of them when the (eager) gradient is due; `out` gives results to write to.
+        """
         values = self.attributes(attrs) if attrs else self.defaults
         forward = self.forward
+        if forward.carried:
+            tensors = (*tensors, *map((accumulators or {}).get, forward.carried))
         if out is not None:
-            return self._into(tensors, values, accumulators, out)
-        outs = forward.call(tensors, values, forward.all, accumulators)
+            return self._into(tensors, values, context, out)
+        outs = forward.call(tensors, values, forward.all, context)
         return outs[self.public[0]] if self.num_public == 1 else tuple(outs[i] for i in self.public)
 
     def attributes(self, attrs: dict[str, Any]) -> tuple:
@@ -350,23 +378,24 @@ class TorchOp:
             self._known[key] = values
         return values
 
-    def _into(self, tensors: Sequence[Any], values: tuple, accumulators: Any, out: dict[str, Tensor]) -> Any:
+    def _into(self, tensors: Sequence[Any], values: tuple, context: Any, out: dict[str, Tensor]) -> Any:
         """Write to the caller's tensors: directly in plain eager, by a copy where a transform is at work."""
         forward = self.forward
+        for name, t in out.items():
+            if not isinstance(t, Tensor):
+                raise type_error(self.op.name, name, "an array to write to", type(t).__name__)
         if not torch.compiler.is_compiling() and _is_plain((*tensors, *out.values())):
             if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
                 self._judge_overlap(tensors, out)
-            outs = forward.call(tensors, values, forward.all, accumulators, out)
+            outs = forward.call(tensors, values, forward.all, context, out)
         else:
-            outs = forward.call(tensors, values, forward.all, accumulators)
+            outs = forward.call(tensors, values, forward.all, context)
             for i, name in enumerate(forward.rule.outs):
                 if name in out:
                     outs[i] = out[name].copy_(outs[i])
         return outs[self.public[0]] if self.num_public == 1 else tuple(outs[i] for i in self.public)
 
     def _judge_overlap(self, tensors: Sequence[Any], out: dict[str, Tensor]) -> None:
-        from tk_core.errors import value_error
-
         saved = [(n, t) for n, t in zip(self.op.forward.ins, tensors, strict=False) if t is not None and n in self.op.saved]
         for (argument, t), (name, target) in itertools.product(saved, out.items()):
             if not isinstance(target, Tensor) or target.device != t.device:

@@ -38,6 +38,10 @@ _post = bind(post.mhc_post)
 _head_mix = bind(head_mix.mhc_head_compute_mix)
 
 _OUT = "`out`: a contiguous array to write the result to; it must not overlap an argument that the gradient needs."
+_MAIN_GRAD = (
+    "A parameter with an attribute `main_grad` (fp32, of its shape) gets its gradient added to that buffer in place, and no "
+    "gradient is returned for it; this holds under torch.compile as well."
+)
 _CHANNEL = (
     "If a caller has put a gradient buffer at `residual.untyped_storage().grad_from_mhc_post`, the eager backward adds to it "
     "and returns no gradient for the residual; under torch.compile the buffer is not looked up."
@@ -54,7 +58,11 @@ def _residual_buffer(residual: Tensor, remove: bool) -> Tensor | None:
 
 
 def _apply_mix_buffers(saved: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    return {"x": _residual_buffer(saved["x"], remove=False)}
+    return {"d_x": _residual_buffer(saved["x"], remove=False)}
+
+
+def _norm_fn_buffers(saved: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    return {"d_residual": _residual_buffer(saved["residual"], remove=True)}
 
 
 @documented(expand.expand_to_mhc, _OUT)
@@ -62,7 +70,7 @@ def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> T
     return _expand(hidden, mhc_mult=mhc_mult, out=None if out is None else {"out": out})
 
 
-@documented(norm_fn.mhc_pre_norm_fn, _CHANNEL)
+@documented(norm_fn.mhc_pre_norm_fn, _MAIN_GRAD + "\n\n    " + _CHANNEL)
 def mhc_pre_norm_fn(
     residual: Tensor,
     mhc_fn: Tensor,
@@ -73,17 +81,16 @@ def mhc_pre_norm_fn(
     *,
     precision: str = "bf16x2",
 ) -> Tensor:
-    main_grads = {
-        name: p.main_grad
-        for name, p in (("mhc_fn", mhc_fn), ("mhc_norm_weight", mhc_norm_weight))
-        if getattr(p, "main_grad", None) is not None
-    }
-
-    def buffers(saved: dict[str, Tensor]) -> dict[str, Tensor | None]:
-        return {"residual": _residual_buffer(saved["residual"], remove=True) if fuse_grad_acc else None, **main_grads}
-
+    parameters = {"d_mhc_fn": mhc_fn, "d_mhc_norm_weight": mhc_norm_weight}
     return _norm_fn(
-        residual, mhc_fn, mhc_norm_weight, accumulators=buffers, mhc_norm_eps=mhc_norm_eps, n_splits=n_splits, precision=precision
+        residual,
+        mhc_fn,
+        mhc_norm_weight,
+        accumulators={name: getattr(p, "main_grad", None) for name, p in parameters.items()},
+        context=_norm_fn_buffers if fuse_grad_acc else None,
+        mhc_norm_eps=mhc_norm_eps,
+        n_splits=n_splits,
+        precision=precision,
     )
 
 
@@ -103,7 +110,7 @@ def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor
 
 @documented(apply_mix.mhc_pre_apply_mix, _OUT + "\n\n    " + _CHANNEL)
 def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tensor:
-    return _apply_mix(x, mix, accumulators=_apply_mix_buffers, out=None if out is None else {"out": out})
+    return _apply_mix(x, mix, context=_apply_mix_buffers, out=None if out is None else {"out": out})
 
 
 @documented(post.mhc_post, _OUT + " Without gradients it may be the residual itself.")

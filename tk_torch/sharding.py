@@ -24,7 +24,7 @@ def register(direction: Direction) -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     rule = direction.rule
-    args = [*rule.ins.values(), *(rule.outs[name] for name in rule.accumulates)]
+    args = [*rule.ins.values(), *(rule.outs[name] for name in rule.accumulates), *direction.carried_args]
 
     def placements(*values: Any) -> list[tuple[list[Any], list[Any]]]:
         tensors, attributes, mask = direction.split(values)
@@ -33,7 +33,8 @@ def register(direction: Direction) -> None:
         first = next(t for arg, t in zip(args, tensors, strict=True) if t is not None and arg.rows)
         lead = len(first.shape) - len(next(arg for arg, t in zip(args, tensors, strict=True) if t is first).inner)
         # an accumulator of a parameter gradient is whole on every rank: it cannot take a partial sum
-        whole = any(t is not None and not arg.rows for arg, t in zip(args[len(rule.ins) :], tensors[len(rule.ins) :], strict=True))
+        buffers = zip(args[len(rule.ins) :], tensors[len(rule.ins) :], strict=True)
+        whole = any(t is not None and not arg.rows for arg, t in buffers)
         for axis in (None, *(() if whole else range(lead))):
             rows = Replicate() if axis is None else Shard(axis)
             sums = Replicate() if axis is None else Partial()

@@ -5,13 +5,13 @@ d_mix[t, i] = sum_d d_out[t, d] * x[t, i, d]        d_x[t, i, d] = mix[t, i] * d
 """
 
 from tk_core.op import Env, Launch, declare
-from tk_core.ops.mhc.common import BF16, F32, block_sums, block_threads, check_hidden, check_streams, lanes, thread, vector
+from tk_core.ops.mhc.common import BF16, F32, block_sums, check_hidden, check_streams, lanes, row_threads, thread, vector
 
 
 def apply_mix(P, n, H):
     """A thread mixes one vector of columns; the streams are summed in ascending order by FMA."""
     T = P.dynamic("T")
-    threads = block_threads(H, (128, 160, 192, 224, 256))
+    threads = row_threads(H)
     V = vector(P)
     B = H if P.cpu else threads * V
 
@@ -43,7 +43,7 @@ def apply_mix(P, n, H):
 def apply_mix_bwd(P, n, H, has):
     """A block takes a token: d_x column by column, and d_mix as sums over the whole row."""
     T = P.dynamic("T")
-    threads = block_threads(H, (128, 160, 192, 224, 256))
+    threads = row_threads(H)
     V = vector(P)
     L = lanes(P)
     want_x, want_mix, add = "d_x" in has, "d_mix" in has, "+d_x" in has
@@ -60,6 +60,8 @@ def apply_mix_bwd(P, n, H, has):
         d_mix: P.Tensor((T, n, 1), F32),
     ):
         with P.Kernel(T, threads=threads) as t:
+            if not P.cpu:
+                P.annotate_min_blocks_per_sm(max(1, 1024 // threads))
             gs = P.alloc_local((V,), P.storage(BF16))
             xs = P.alloc_local((n, V), P.storage(BF16))
             old = P.alloc_local((n, V), P.storage(BF16))

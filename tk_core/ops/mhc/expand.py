@@ -4,13 +4,13 @@ out[t, m, d] = hidden[t, d]        d_hidden[t, d] = sum_m d_out[t, m, d]
 """
 
 from tk_core.op import Env, Launch, declare
-from tk_core.ops.mhc.common import BF16, F32, block_threads, check_hidden, check_streams, thread, vector
+from tk_core.ops.mhc.common import BF16, F32, check_hidden, check_streams, row_threads, thread, vector
 
 
 def expand(P, mhc_mult, H):
     """A thread reads one vector and writes it to every stream."""
     T = P.dynamic("T")
-    threads = block_threads(H, (128, 160, 192, 224, 256))
+    threads = row_threads(H)
     V = vector(P)
     B = H if P.cpu else threads * V
 
@@ -33,7 +33,7 @@ def expand(P, mhc_mult, H):
 def expand_bwd(P, mhc_mult, H):
     """A thread sums one vector over the streams in ascending order in fp32 and rounds once."""
     T = P.dynamic("T")
-    threads = block_threads(H, (128, 160, 192, 224, 256))
+    threads = row_threads(H)
     V = vector(P)
     B = H if P.cpu else threads * V
 

@@ -6,7 +6,7 @@ dz = d_out * sigma * (1 - sigma)    d_input_mix = dz * scale    d_scale = sum_t 
 """
 
 from tk_core.op import Env, Launch, declare
-from tk_core.ops.mhc.common import F32, F64, affine, check_streams, partials_of, sigma, stream_vector, sum_partials, tile_sums, thread
+from tk_core.ops.mhc.common import F32, F64, affine, check_streams, partials_of, sigma, stream_vector, sum_partials, thread, tile_sums
 
 # Tokens that a block takes at a time.
 TILE = 128

@@ -5,259 +5,62 @@ y_j = sum_k x_k F[j, k]    q = sum_k x_k^2    r = 1 / sqrt(q / K + eps)    out_j
 
 With g = d_out:  dy = g r    dq = -1/2 (sum_j g_j y_j) r / (q + eps K)
 d_x_k = sum_j dy_j F[j, k] + 2 x_k dq    dF[j, k] = sum_t dy_tj x_tk    d_fn = dF * w    d_w_k = sum_j dF[j, k] fn[j, k]
+
+The parts of it are operations of their own, without a gradient, for users who fuse their own chains.
 """
 
+import dataclasses
+
 from tk_core.errors import type_error, value_error
-from tk_core.op import Env, Launch, declare
-from tk_core.ops.mhc.common import BF16, F32, check_hidden
+from tk_core.op import Env, Launch, Op, declare
+from tk_core.ops.mhc.common import check_hidden
 from tk_core.ops.mhc.norm_fn_gemm import BACKWARD_COLUMNS, BACKWARD_ROWS, FORWARD_ROWS, STEP, gemm_bwd, gemm_sumsq, padded
+from tk_core.ops.mhc.norm_fn_parts import LANES, merge_bwd, merge_fwd, reduce_rms, rms_bwd, split_fn, split_rows, sum_slices
 
-# One warp a row: J is at most this.
-LANES = 32
-ROWS = 8
-# Blocks that fill a large GPU once. A constant, so that the order of every sum is the same on every GPU.
-BLOCKS = 128
-
-
-# ---- operands of the matrix kernels
+# Blocks that fill a large GPU once, forward and backward. Constants, so that the order of every sum is the same on every GPU.
+FORWARD_BLOCKS = 128
+BACKWARD_BLOCKS = 264
+# Tensor cores cut the sums that they carry: no single sum runs over more terms than this.
+LONGEST = 8192
 
 
-def split(P, value, precision, term):
-    """Term 0 or 1 of value = hi + lo in bfloat16; "tf32" first rounds to 10 bits, which two terms hold exactly."""
-    if precision == "tf32":
-        value = round_tf32(P, value)
-    hi = P.from_f32(value, BF16)
-    return hi if term == 0 else P.from_f32(value - P.to_f32(hi, BF16), BF16)
-
-
-def round_tf32(P, value):
-    """Nearest, ties away from zero; a NaN stays one."""
-    bits = P.reinterpret(value, "int32")
-    rounded = P.reinterpret(P.bitwise_and(bits + 0x1000, -0x2000), F32)
-    return P.if_then_else(P.isnan(value), value, rounded)
-
-
-def split_fn(P, K, J, precision, has, threads=128):
-    """F[0] + F[1] = fn * w; rows J and beyond are zero, for the padding of the matrix instructions."""
-    Jp = padded(J)
-    B = 128 if P.cpu else threads * 8
-    weighted = "mhc_norm_weight" in has
-
-    @P.prim_func
-    def main(fn: P.Tensor((J, K), F32), w: P.Tensor((K,), F32), F: P.Tensor((2, Jp, K), BF16)):
-        with P.Kernel(Jp, P.ceildiv(K, B), threads=threads) as (j, b):
-            v = P.alloc_fragment((B,), F32)
-            ws = P.alloc_fragment((B,), F32)
-            if j < J:
-                P.load(fn[j, b * B : b * B + B], v, F32)
-            else:
-                P.clear(v)
-            if weighted:
-                P.load(w[b * B : b * B + B], ws, F32)
-                for k in P.Parallel(B):
-                    v[k] = v[k] * ws[k]
-            for k in P.Parallel(B):
-                if b * B + k < K:
-                    F[0, j, b * B + k] = split(P, v[k], precision, 0)
-            for k in P.Parallel(B):
-                if b * B + k < K:
-                    F[1, j, b * B + k] = split(P, v[k], precision, 1)
-
-    return main
-
-
-def split_rows(P, J, precision):
-    """dy[t, 0] + dy[t, 1] = g[t], padded with zeros like F."""
-    T, Jp = P.dynamic("T"), padded(J)
-
-    @P.prim_func
-    def main(g: P.Tensor((T, 1, J), F32), dy: P.Tensor((T, 2, Jp), BF16)):
-        with P.Kernel(P.ceildiv(T, ROWS), threads=ROWS * LANES) as b:
-            for i, j in P.Parallel(ROWS, Jp):
-                v = P.alloc_var(F32, init=0)
-                if b * ROWS + i < T:
-                    if j < J:
-                        v = g[b * ROWS + i, 0, j]
-                    dy[b * ROWS + i, 0, j] = split(P, v, precision, 0)
-                    dy[b * ROWS + i, 1, j] = split(P, v, precision, 1)
-
-    return main
-
-
-# ---- normalisation
-
-
-def rms(P, q, width, eps):
-    """The factor that normalises a row whose `width` squares sum to q."""
-    return P.f32(1) / P.sqrt(q / P.f32(width) + eps)
-
-
-def reduce_rms(P, G, J, width, flat=False):
-    """Sums the slices in ascending order and normalises: out_j = sum over the groups of y_gj r_g."""
-    T, S = P.dynamic("T"), P.dynamic("S")
-
-    @P.prim_func
-    def main(
-        part: P.Tensor((S, T, G, J), F32),
-        psq: P.Tensor((S, T, G), F32),
-        out: P.Tensor((T, J), F32),
-        y: P.Tensor((T, J) if flat else (T, G, J), F32),
-        q: P.Tensor((T,) if flat else (T, G), F32),
-        eps: P.float32,
-    ):
-        with P.Kernel(P.ceildiv(T, ROWS), threads=ROWS * LANES) as b:
-            y = P.reshape(y, (T, G, J))
-            q = P.reshape(q, (T, G))
-            for i, j in P.Parallel(ROWS, LANES):
-                total = P.alloc_var(F32, init=0)
-                if b * ROWS + i < T and j < J:
-                    for g in P.serial(G):
-                        dot = P.alloc_var(F32, init=0)
-                        square = P.alloc_var(F32, init=0)
-                        for s in P.serial(S):
-                            dot = dot + part[s, b * ROWS + i, g, j]
-                            square = square + psq[s, b * ROWS + i, g]
-                        y[b * ROWS + i, g, j] = dot
-                        if j == 0:
-                            q[b * ROWS + i, g] = square
-                        total = P.fma(dot, rms(P, square, width, eps), total)
-                    out[b * ROWS + i, j] = total
-
-    return main
-
-
-def rms_bwd(P, G, J, width, precision="", flat=False):
-    """dy and dq of the formulas above; dy in two bfloat16 terms where a precision is given, fp32 otherwise."""
-    T, Jp = P.dynamic("T"), padded(J)
-    dtype = BF16 if precision else F32
-
-    @P.prim_func
-    def main(
-        d_out: P.Tensor((T, J), F32),
-        y: P.Tensor((T, J) if flat else (T, G, J), F32),
-        q: P.Tensor((T,) if flat else (T, G), F32),
-        dy: P.Tensor((T, 2, Jp) if precision else (T, G, J), dtype),
-        dq: P.Tensor((T, G), F32),
-        eps: P.float32,
-    ):
-        with P.Kernel(P.ceildiv(T, ROWS), G, threads=ROWS * LANES) as (b, g):
-            y = P.reshape(y, (T, G, J))
-            q = P.reshape(q, (T, G))
-            product = P.alloc_fragment((ROWS, LANES), F32)
-            dot = P.alloc_fragment((ROWS,), F32)
-            for i, j in P.Parallel(ROWS, LANES):
-                product[i, j] = 0
-                if b * ROWS + i < T and j < J:
-                    product[i, j] = d_out[b * ROWS + i, j] * y[b * ROWS + i, g, j]
-            P.reduce_sum(product, dot)
-            for i in P.Parallel(ROWS):
-                if b * ROWS + i < T:
-                    square = q[b * ROWS + i, g]
-                    dq[b * ROWS + i, g] = P.f32(-0.5) * dot[i] * (rms(P, square, width, eps) / (square + eps * P.f32(width)))
-            for i, j in P.Parallel(ROWS, Jp):
-                v = P.alloc_var(F32, init=0)
-                if b * ROWS + i < T:
-                    if j < J:
-                        v = d_out[b * ROWS + i, j] * rms(P, q[b * ROWS + i, g], width, eps)
-                    if precision:
-                        dy[b * ROWS + i, 0, j] = split(P, v, precision, 0)
-                        dy[b * ROWS + i, 1, j] = split(P, v, precision, 1)
-                    else:
-                        if j < J:
-                            dy[b * ROWS + i, g, j] = v
-
-    return main
-
-
-# ---- parameter gradients
-
-
-def merge_bwd(P, K, J, has, flat=False, threads=128):
-    """dF = sum of the partial sums in ascending order; d_fn = dF * w, d_w = column sums of dF * fn."""
-    R = P.dynamic("R")
-    weighted = bool(has & {"mhc_norm_weight", "normw"})
-    want_fn, add_fn = bool(has & {"d_mhc_fn", "fn_grad"}), bool(has & {"+d_mhc_fn", "+fn_grad"})
-    want_w, add_w = bool(has & {"d_mhc_norm_weight", "normw_grad"}), bool(has & {"+d_mhc_norm_weight", "+normw_grad"})
-
-    @P.prim_func
-    def main(
-        part: P.Tensor((J, K) if flat else (R, J, K), F32),
-        fn: P.Tensor((J, K), F32),
-        w: P.Tensor((K,), F32),
-        d_fn: P.Tensor((J, K), F32),
-        d_w: P.Tensor((K,), F32),
-    ):
-        with P.Kernel(P.ceildiv(K, threads), threads=threads) as b:
-            part = P.reshape(part, (1 if flat else R, J, K))
-            for c in P.Parallel(threads):
-                k = b * threads + c
-                total = P.alloc_local((J,), F32)
-                weight = P.alloc_var(F32, init=1)
-                d_weight = P.alloc_var(F32, init=0)
-                if weighted:
-                    weight = w[k]
-                for j in P.unroll(J):
-                    total[j] = 0
-                # all J loads of a partial sum are under way at once
-                for r in P.serial(1 if flat else R):
-                    for j in P.unroll(J):
-                        total[j] = total[j] + part[r, j, k]
-                for j in P.unroll(J):
-                    if want_w:
-                        d_weight = d_weight + total[j] * fn[j, k]
-                    if want_fn:
-                        if weighted:
-                            total[j] = total[j] * weight
-                        if add_fn:
-                            total[j] = total[j] + d_fn[j, k]
-                        d_fn[j, k] = total[j]
-                if want_w:
-                    if add_w:
-                        d_weight = d_weight + d_w[k]
-                    d_w[k] = d_weight
-
-    return main
-
-
-# ---- sizes and rules
+# ---- sizes
 
 
 def k_slices(rows: int, K: int, n_splits: int) -> int:
-    """Slices of K: enough blocks to fill a GPU, at most 4 n_splits, each a whole number of steps."""
-    wanted = min(4 * n_splits, -(-BLOCKS // -(-rows // FORWARD_ROWS)))
-    return max(s for s in range(1, wanted + 1) if K // STEP % s == 0)
+    """Slices of K: enough blocks to fill a GPU, up to 4 n_splits, each a whole number of steps."""
+    steps = K // STEP
+    wanted = min(4 * n_splits, -(-FORWARD_BLOCKS // -(-rows // FORWARD_ROWS)))
+    least = -(-K // LONGEST)
+    return max((s for s in range(least, wanted + 1) if steps % s == 0), default=min(s for s in range(least, steps + 1) if steps % s == 0))
 
 
-def row_slices(rows: int, K: int) -> int:
-    """Slices of the rows in the backward kernel: what keeps a large GPU evenly busy, counting two steps of start-up a block."""
-    columns = -(-K // BACKWARD_COLUMNS)
+def row_slices(rows: int, K: int) -> tuple[int, int]:
+    """Slices of the rows in the backward kernel, none of them empty, and the steps of each."""
     steps = -(-rows // BACKWARD_ROWS)
-    return min(range(1, min(steps, 16) + 1), key=lambda r: -(-columns * r // BLOCKS) * (-(-steps // r) + 2))
+    wanted = max(BACKWARD_BLOCKS // (K // BACKWARD_COLUMNS), -(-rows // LONGEST), 1)
+    each = -(-steps // min(wanted, steps))
+    return -(-steps // each), each
 
 
 def derive(env: Env) -> Env:
-    rows, K, J = env["rows"], env["n"] * env["H"], env["J"]
-    S = k_slices(max(rows, 1), K, env["n_splits"])
-    steps = -(-rows // BACKWARD_ROWS)
-    row_steps = -(-steps // row_slices(max(rows, 1), K))
-    sizes = {"K": K, "G": 1, "width": K, "Jp": padded(J)}
-    return {**sizes, "S": S, "steps": K // STEP // S, "R": -(-steps // max(row_steps, 1)), "row_steps": row_steps}
+    rows, K, J = max(env["rows"], 1), env["n"] * env["H"], env["J"]
+    S = k_slices(rows, K, env["n_splits"])
+    R, row_steps = row_slices(rows, K)
+    return {"K": K, "G": 1, "width": K, "Jp": padded(J), "S": S, "steps": K // STEP // S, "R": R, "row_steps": row_steps}
 
 
-def check(env: Env) -> None:
-    op = "mhc_pre_norm_fn"
-    check_hidden(op, "residual", env)
-    if env["n"] < 1:
-        raise value_error(op, "residual", "n >= 1 streams", f"n = {env['n']}")
-    check_mixes(op, "mhc_fn", env)
-    check_eps(op, "mhc_norm_eps", env["mhc_norm_eps"])
-    check_splits(op, env["n_splits"])
-    check_precision(op, env["precision"])
+# ---- argument rules
 
 
 def check_mixes(op: str, argument: str, env: Env) -> None:
     if not 1 <= env["J"] <= LANES:
         raise value_error(op, argument, f"1 to {LANES} rows", f"{env['J']} rows")
+
+
+def check_width(op: str, argument: str, env: Env) -> None:
+    if env["K"] % STEP or env["K"] == 0:
+        raise value_error(op, argument, f"K a positive multiple of {STEP}", f"K = {env['K']}")
 
 
 def check_eps(op: str, argument: str, eps: object) -> None:
@@ -267,17 +70,59 @@ def check_eps(op: str, argument: str, eps: object) -> None:
         raise value_error(op, argument, "a positive number", eps)
 
 
-def check_splits(op: str, n_splits: object) -> None:
-    if isinstance(n_splits, bool) or not isinstance(n_splits, int):
-        raise type_error(op, "n_splits", "an int", repr(n_splits))
-    if n_splits < 1:
-        raise value_error(op, "n_splits", "a positive int", n_splits)
+def check_count(op: str, argument: str, count: object) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise type_error(op, argument, "an int", repr(count))
+    if count < 1:
+        raise value_error(op, argument, "a positive int", count)
 
 
 def check_precision(op: str, precision: object) -> None:
     if precision not in ("bf16x2", "tf32"):
         raise value_error(op, "precision", "'bf16x2' or 'tf32'", repr(precision))
 
+
+def check(env: Env) -> None:
+    op = "mhc_pre_norm_fn"
+    check_hidden(op, "residual", env)
+    if env["n"] < 1:
+        raise value_error(op, "residual", "n >= 1 streams", f"n = {env['n']}")
+    check_mixes(op, "mhc_fn", env)
+    check_eps(op, "mhc_norm_eps", env["mhc_norm_eps"])
+    check_count(op, "n_splits", env["n_splits"])
+    check_precision(op, env["precision"])
+
+
+DOC = """RMS-normalise the flattened residual streams and project them on the mixes.
+
+out[t, j] = (sum_k x[t, k] F[j, k]) / sqrt(mean_k x[t, k]^2 + eps), with x[t] = vec(residual[t]) and F = mhc_fn * mhc_norm_weight
+
+Args:
+    residual: [..., n, H] bfloat16, the residual streams; n >= 1, H a multiple of 128.
+    mhc_fn: [J, n * H] float32, the projection; 1 <= J <= 32.
+    mhc_norm_weight: [n * H] float32, the weight of the norm, or None.
+    mhc_norm_eps: Added to the mean square, > 0.
+    n_splits: A hint: the largest number of slices in which K = n * H is summed is about four times this. It changes last bits only.
+    precision: "bf16x2" writes every fp32 factor as the sum of two bfloat16 terms; "tf32" rounds it to tf32 first (nearest, ties
+        away from zero), to compare with implementations that do so. Both run at the same speed.
+
+Returns:
+    out: [..., J] float32.
+
+Raises:
+    TypeError: a dtype or the type of an attribute does not fit.
+    ValueError: a shape or the range of an attribute does not fit.
+
+Numerics:
+    fp32 accumulation in an order that depends on the shapes and n_splits alone. Relative error about 2e-6 (bf16x2), 2e-4 (tf32).
+    d_residual is rounded to bfloat16 once, after the value already in an accumulator has been added.
+
+Gradient:
+    For residual, mhc_fn and mhc_norm_weight; all three can be accumulated in place.
+
+Source:
+    mHC: Manifold-Constrained Hyper-Connections (2025); the interface is that of TileKernels.
+"""
 
 mhc_pre_norm_fn = declare(
     "mhc_pre_norm_fn",
@@ -303,4 +148,198 @@ mhc_pre_norm_fn = declare(
     backward_work="F[2, Jp, K]:bf16 dy[rows, 2, Jp]:bf16 dq[rows, 1]:f32 part[R, J, K]:f32",
     backward_derive=derive,
     accumulates="d_residual d_mhc_fn d_mhc_norm_weight",
+    doc=DOC,
+)
+
+
+# ---- the parts
+
+
+def accumulating(op: Op, names: str) -> Op:
+    """The operation with results that a caller may have added to buffers of his own."""
+    return dataclasses.replace(op, forward=dataclasses.replace(op.forward, accumulates=tuple(names.split())))
+
+
+mhc_fn_normw_merge_fwd = declare(
+    "mhc_fn_normw_merge_fwd",
+    "mhc",
+    "fn[J, K]:f32 normw[K]:f32 -> out_fn[J, K]:f32",
+    [Launch(merge_fwd, "fn normw -> out_fn", key="K J")],
+    check=lambda env: check_width("mhc_fn_normw_merge_fwd", "fn", env),
+    doc="""Merge the weight of the norm into the projection: out_fn = fn * normw, row by row.
+
+Args:
+    fn: [J, K] float32, K a multiple of 128.
+    normw: [K] float32.
+
+Returns:
+    out_fn: [J, K] float32.
+""",
+)
+
+
+def check_merge_bwd(env: Env) -> None:
+    check_width("mhc_fn_normw_merge_bwd", "fn", env)
+    check_mixes("mhc_fn_normw_merge_bwd", "fn", env)
+
+
+mhc_fn_normw_merge_bwd = accumulating(
+    declare(
+        "mhc_fn_normw_merge_bwd",
+        "mhc",
+        "fn[J, K]:f32 normw[K]:f32 out_fn_grad[J, K]:f32 -> fn_grad[J, K]:f32 normw_grad[K]:f32",
+        [Launch(merge_bwd, "out_fn_grad fn normw -> fn_grad normw_grad", key="K J", fixed={"flat": True})],
+        check=check_merge_bwd,
+        doc="""Gradient of `mhc_fn_normw_merge_fwd`: fn_grad += out_fn_grad * normw, normw_grad[k] += sum_j out_fn_grad[j, k] fn[j, k].
+
+Args:
+    fn: [J, K] float32, J <= 32, K a multiple of 128.
+    normw: [K] float32.
+    out_fn_grad: [J, K] float32.
+
+Returns:
+    fn_grad [J, K] and normw_grad [K], float32; added to the accumulators where there are any.
+""",
+    ),
+    "fn_grad normw_grad",
+)
+
+
+def check_gemm_fwd(env: Env) -> None:
+    op = "mhc_prenorm_gemm_fwd"
+    check_width(op, "x", env)
+    check_mixes(op, "fn", env)
+    check_count(op, "n_splits", env["n_splits"])
+    check_precision(op, env["precision"])
+    if env["K"] % (env["n_splits"] * STEP):
+        raise value_error(op, "n_splits", f"a divisor of K / {STEP} = {env['K'] // STEP}", env["n_splits"])
+
+
+mhc_prenorm_gemm_fwd = declare(
+    "mhc_prenorm_gemm_fwd",
+    "mhc",
+    "x[..., K]:bf16 fn[J, K]:f32 -> out_mul_splitted[n_splits, rows, 1, J]:f32 sqrsum_splitted[n_splits, rows, 1]:f32",
+    [
+        Launch(split_fn, "fn no_weight -> F", key="K J precision"),
+        Launch(gemm_sumsq, "x F -> out_mul_splitted sqrsum_splitted; steps", key="K J"),
+    ],
+    attrs={"n_splits": 1, "precision": "bf16x2"},
+    # a name that no launch writes is absent
+    work="F[2, Jp, K]:bf16 no_weight[K]:f32",
+    check=check_gemm_fwd,
+    derive=lambda env: {"Jp": padded(env["J"]), "steps": env["K"] // STEP // env["n_splits"]},
+    doc="""Project rows on the mixes, with the sums of their squares, in n_splits slices of the columns.
+
+out_mul_splitted[s, t, 0, j] = sum over slice s of x[t, k] fn[j, k];  sqrsum_splitted[s, t, 0] = sum over slice s of x[t, k]^2
+
+Args:
+    x: [..., K] bfloat16, K a multiple of 128 * n_splits.
+    fn: [J, K] float32, J <= 32.
+    n_splits: Slices of the columns, of equal width.
+    precision: As in `mhc_pre_norm_fn`.
+
+Returns:
+    out_mul_splitted [n_splits, rows, 1, J] and sqrsum_splitted [n_splits, rows, 1], float32.
+""",
+)
+
+
+def check_gemm_bwd(env: Env) -> None:
+    op = "mhc_prenorm_gemm_bwd"
+    check_width(op, "x", env)
+    check_mixes(op, "fn", env)
+    check_precision(op, env["precision"])
+
+
+def derive_gemm_bwd(env: Env) -> Env:
+    R, row_steps = row_slices(max(env["rows"], 1), env["K"])
+    return {"Jp": padded(env["J"]), "R": R, "row_steps": row_steps}
+
+
+mhc_prenorm_gemm_bwd = accumulating(
+    declare(
+        "mhc_prenorm_gemm_bwd",
+        "mhc",
+        "out_mul_grad[..., 1, J]:f32 sqrsum_grad[..., 1]:f32 x[..., K]:bf16 fn[J, K]:f32 -> x_grad[..., K]:bf16 fn_grad[J, K]:f32",
+        [
+            Launch(split_fn, "fn no_weight -> F", key="K J precision"),
+            Launch(split_rows, "out_mul_grad -> dy", key="J precision"),
+            Launch(gemm_bwd, "dy sqrsum_grad F x -> x_grad part; row_steps", key="K J"),
+            Launch(sum_slices, "part -> fn_grad", key="K J"),
+        ],
+        attrs={"precision": "bf16x2"},
+        work="F[2, Jp, K]:bf16 no_weight[K]:f32 dy[rows, 2, Jp]:bf16 part[R, J, K]:f32",
+        check=check_gemm_bwd,
+        derive=derive_gemm_bwd,
+        doc="""Gradient of `mhc_prenorm_gemm_fwd`, for the sums over its slices.
+
+x_grad[t, k] += sum_j out_mul_grad[t, j] fn[j, k] + 2 x[t, k] sqrsum_grad[t];  fn_grad[j, k] = sum_t out_mul_grad[t, j] x[t, k]
+
+Args:
+    out_mul_grad: [..., 1, J] float32.
+    sqrsum_grad: [..., 1] float32.
+    x: [..., K] bfloat16, K a multiple of 128.
+    fn: [J, K] float32, J <= 32.
+    precision: As in `mhc_pre_norm_fn`.
+
+Returns:
+    x_grad [..., K] bfloat16, added to the accumulator where there is one, and fn_grad [J, K] float32.
+""",
+    ),
+    "x_grad",
+)
+
+
+def check_reduce(op: str, argument: str, env: Env) -> None:
+    check_mixes(op, argument, env)
+    check_count(op, "rms_group_size", env["rms_group_size"])
+    check_eps(op, "rms_eps", env["rms_eps"])
+
+
+mhc_reduce_partials_and_rmsnorm_fwd = declare(
+    "mhc_reduce_partials_and_rmsnorm_fwd",
+    "mhc",
+    "out_mul_splitted[S, T, G, J]:f32 sqrsum_splitted[S, T, G]:f32 -> out_mul[T, G, J]:f32 sqrsum[T, G]:f32 out[T, J]:f32",
+    [Launch(reduce_rms, "out_mul_splitted sqrsum_splitted -> out out_mul sqrsum; rms_eps", key="G J width")],
+    attrs={"rms_group_size": 1, "rms_eps": 1e-6},
+    check=lambda env: check_reduce("mhc_reduce_partials_and_rmsnorm_fwd", "out_mul_splitted", env),
+    derive=lambda env: {"width": env["rms_group_size"], "rows": env["T"]},
+    doc="""Add the slices of `mhc_prenorm_gemm_fwd` in ascending order and normalise in G groups of columns.
+
+out[t, j] = sum_g out_mul[t, g, j] / sqrt(sqrsum[t, g] / rms_group_size + rms_eps)
+
+Args:
+    out_mul_splitted: [S, T, G, J] float32, J <= 32.
+    sqrsum_splitted: [S, T, G] float32.
+    rms_group_size: Columns of a group.
+    rms_eps: Added to the mean square, > 0.
+
+Returns:
+    out_mul [T, G, J], sqrsum [T, G] and out [T, J], float32.
+""",
+)
+
+mhc_reduce_partials_and_rmsnorm_bwd = declare(
+    "mhc_reduce_partials_and_rmsnorm_bwd",
+    "mhc",
+    "out_grad[..., J]:f32 out_mul[..., G, J]:f32 sqrsum[..., G]:f32 -> out_mul_grad[..., G, J]:f32 sqrsum_grad[..., G]:f32",
+    [Launch(rms_bwd, "out_grad out_mul sqrsum -> out_mul_grad sqrsum_grad; rms_eps", key="G J width")],
+    attrs={"rms_group_size": 1, "rms_eps": 1e-6},
+    check=lambda env: check_reduce("mhc_reduce_partials_and_rmsnorm_bwd", "out_mul", env),
+    derive=lambda env: {"width": env["rms_group_size"]},
+    doc="""Gradient of `mhc_reduce_partials_and_rmsnorm_fwd`, for the sums over its slices.
+
+With r_g = 1 / sqrt(sqrsum_g / size + eps):  out_mul_grad_gj = out_grad_j r_g
+sqrsum_grad_g = -1/2 (sum_j out_grad_j out_mul_gj) r_g / (sqrsum_g + eps size)
+
+Args:
+    out_grad: [..., J] float32, J <= 32.
+    out_mul: [..., G, J] float32.
+    sqrsum: [..., G] float32.
+    rms_group_size: Columns of a group.
+    rms_eps: Added to the mean square, > 0.
+
+Returns:
+    out_mul_grad [..., G, J] and sqrsum_grad [..., G], float32.
+""",
 )

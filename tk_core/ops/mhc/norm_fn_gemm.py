@@ -97,7 +97,6 @@ def _gemm_sumsq_c(P, K, J, n, H, BM=64):
             xf = P.alloc_local((STEP,), F32)
             ft = P.alloc_local((STEP, Jp), F32)
             acc = P.alloc_local((BM, Jp), F32)
-            xa = P.alloc_local((BM, STEP), F32)
             squares = P.alloc_local((BM,), F32)
             square = P.alloc_local((1,), F32)
             for i, j in P.grid(BM, Jp):
@@ -110,15 +109,14 @@ def _gemm_sumsq_c(P, K, J, n, H, BM=64):
                     ft[k, j] = hi + P.to_f32(F[1, j, (s * steps + c) * STEP + k], BF16)
                 for i in P.serial(P.min(BM, T - b * BM)):
                     for k in P.serial(STEP):
-                        xa[i, k] = P.to_f32(x[b * BM + i, (s * steps + c) * STEP + k], BF16)
-                        xf[k] = xa[i, k] * xa[i, k]
+                        xf[k] = P.to_f32(x[b * BM + i, (s * steps + c) * STEP + k], BF16)
+                    for k in P.serial(STEP):
+                        for j in P.serial(Jp):
+                            acc[i, j] = acc[i, j] + xf[k] * ft[k, j]
+                    for k in P.serial(STEP):
+                        xf[k] = xf[k] * xf[k]
                     P.reduce_sum(xf, square)
                     squares[i] = squares[i] + square[0]
-                for i in P.serial(BM // 4):
-                    for k in P.serial(STEP):
-                        for u in P.unroll(4):
-                            for j in P.serial(Jp):
-                                acc[i * 4 + u, j] = acc[i * 4 + u, j] + xa[i * 4 + u, k] * ft[k, j]
             for i in P.serial(P.min(BM, T - b * BM)):
                 psq[s, b * BM + i, 0] = squares[i]
                 for j in P.serial(J):

@@ -7,13 +7,13 @@ d_post[t, o] = sum_d x[t, d] * d_out[t, o, d]       d_comb[t, i, o] = sum_d resi
 """
 
 from tk_core.op import Env, Launch, declare
-from tk_core.ops.mhc.common import BF16, F32, block_sums, block_threads, check_hidden, check_streams, lanes, thread, vector
+from tk_core.ops.mhc.common import BF16, F32, block_sums, check_hidden, check_streams, lanes, row_threads, thread, vector
 
 
 def post(P, n, H):
     """A thread makes one vector of every new stream from one vector of x and of every old one."""
     T = P.dynamic("T")
-    threads = block_threads(H, (128, 160, 192, 224, 256))
+    threads = row_threads(H)
     V = vector(P)
     B = H if P.cpu else threads * V
 
@@ -26,6 +26,8 @@ def post(P, n, H):
         out: P.Tensor((T, n, H), BF16),
     ):
         with P.Kernel(T, P.ceildiv(H, B), threads=threads) as (t, b):
+            if not P.cpu:
+                P.annotate_min_blocks_per_sm(max(1, 1024 // threads))
             xs = P.alloc_local((V,), P.storage(BF16))
             rs = P.alloc_local((n, V), P.storage(BF16))
             gate = P.alloc_local((n,), F32)
@@ -62,7 +64,8 @@ def post(P, n, H):
 def post_bwd(P, n, H, has):
     """A block takes a token and reads every tensor once: d_x and d_residual column by column, the mixes as row sums."""
     T = P.dynamic("T")
-    threads = block_threads(H, (128, 160, 192, 224, 256))
+    # 64 registers a thread hold the sums of a single part of a row, not of several
+    threads = row_threads(H, 1024 if H <= 8192 else 512)
     V = vector(P)
     L = lanes(P)
     want_x, want_residual = "d_x" in has, "d_residual" in has
@@ -73,6 +76,14 @@ def post_bwd(P, n, H, has):
     sums = block_sums(P)
     steps = H // V if P.cpu else -(-H // (threads * V))
     stride = 1 if P.cpu else threads
+
+    @P.macro
+    def mix(part, weight, gs):
+        for v in P.unroll(V):
+            part[v] = P.mul(weight[0], P.to_f32(gs[0, v], BF16))
+        for o in P.unroll(n - 1):
+            for v in P.unroll(V):
+                part[v] = P.fma(weight[o + 1], P.to_f32(gs[o + 1, v], BF16), part[v])
 
     @P.prim_func
     def main(
@@ -87,23 +98,17 @@ def post_bwd(P, n, H, has):
         d_comb_res_mix: P.Tensor((T, n, n), F32),
     ):
         with P.Kernel(T, threads=threads) as t:
+            if not P.cpu:
+                P.annotate_min_blocks_per_sm(1024 // threads if H <= 8192 else 1)
             gs = P.alloc_local((n, V), P.storage(BF16))
             xs = P.alloc_local((V,), P.storage(BF16))
             rs = P.alloc_local((n, V), P.storage(BF16))
-            gate = P.alloc_local((n,), F32)
-            comb = P.alloc_local((n, n), F32)
+            weight = P.alloc_local((n,), F32)
             acc = P.alloc_local((K - first, L), F32)
             total = P.alloc_local((K - first if P.cpu else 1,), F32)
             part = P.alloc_local((V,), F32)
             rounded = P.alloc_local((V,), P.storage(BF16))
             shared = P.alloc_shared(((K - first) * threads // 32,), F32)
-            if want_x:
-                for i in P.vectorized(n):
-                    gate[i] = post_layer_mix[t, i, 0]
-            if want_residual:
-                for i in P.unroll(n):
-                    for o in P.vectorized(n):
-                        comb[i, o] = comb_res_mix[t, i, o]
             if want_post or want_comb:
                 for k in P.unroll(K - first):
                     for lane in P.unroll(L):
@@ -122,34 +127,30 @@ def post_bwd(P, n, H, has):
                             for v in P.vectorized(V):
                                 rs[i, v] = residual[t, i, col + v]
                     if want_x:
-                        for v in P.unroll(V):
-                            part[v] = P.mul(gate[0], P.to_f32(gs[0, v], BF16))
-                        for o in P.unroll(n - 1):
-                            for v in P.unroll(V):
-                                part[v] = P.fma(gate[o + 1], P.to_f32(gs[o + 1, v], BF16), part[v])
+                        for o in P.vectorized(n):
+                            weight[o] = post_layer_mix[t, o, 0]
+                        mix(part, weight, gs)
                         for v in P.vectorized(V):
                             rounded[v] = P.from_f32(part[v], BF16)
                         for v in P.vectorized(V):
                             d_x[t, col + v] = rounded[v]
-                    if want_residual:
-                        for i in P.unroll(n):
-                            for v in P.unroll(V):
-                                part[v] = P.mul(comb[i, 0], P.to_f32(gs[0, v], BF16))
-                            for o in P.unroll(n - 1):
-                                for v in P.unroll(V):
-                                    part[v] = P.fma(comb[i, o + 1], P.to_f32(gs[o + 1, v], BF16), part[v])
-                            for v in P.vectorized(V):
-                                rounded[v] = P.from_f32(part[v], BF16)
-                            for v in P.vectorized(V):
-                                d_residual[t, i, col + v] = rounded[v]
                     if want_post:
                         for o in P.unroll(n):
                             for c in P.unroll(V // L):
                                 for lane in P.unroll(L):
                                     e = c * L + lane
                                     acc[o, lane] = P.fma(P.to_f32(xs[e], BF16), P.to_f32(gs[o, e], BF16), acc[o, lane])
-                    if want_comb:
-                        for i in P.unroll(n):
+                    # stream by stream, so that a vector of the residual is dead before the next sums are made
+                    for i in P.unroll(n):
+                        if want_residual:
+                            for o in P.vectorized(n):
+                                weight[o] = comb_res_mix[t, i, o]
+                            mix(part, weight, gs)
+                            for v in P.vectorized(V):
+                                rounded[v] = P.from_f32(part[v], BF16)
+                            for v in P.vectorized(V):
+                                d_residual[t, i, col + v] = rounded[v]
+                        if want_comb:
                             for o in P.unroll(n):
                                 for c in P.unroll(V // L):
                                     for lane in P.unroll(L):

@@ -138,12 +138,12 @@ def gradient_step(P, n, columns: bool):
     return run
 
 
-def sinkhorn_bwd(P, n, repeat, threads=None):
+def sinkhorn_bwd(P, n, repeat):
     """A thread recomputes the scales of its matrix, keeps them in shared memory, and walks back."""
     T = P.dynamic("T")
     W = tokens_of_thread(P)
     steps = 2 * repeat - 1  # step 2k is a column step, step 2k + 1 a row step
-    threads = threads or 64 if steps * n * 4 * 64 <= _SHARED_BYTES else 32
+    threads = 64 if steps * n * 4 * 64 <= _SHARED_BYTES else 32
     B = W if P.cpu else threads
     load, store = load_matrices(P, n), store_matrices(P, n)
     softmax = softmax_rows(P)

@@ -8,7 +8,7 @@ d_m_j = dz_j * scale_seg(j)     d_base_j = sum_t dz_j      d_scale_k = sum_t sum
 """
 
 from tk_core.op import Env, Launch, declare
-from tk_core.ops.mhc.common import F32, F64, affine, check_streams, partials_of, sigma, stream_vector, sum_partials, tile_sums, thread
+from tk_core.ops.mhc.common import F32, F64, affine, check_streams, partials_of, sigma, stream_vector, sum_partials, thread, tile_sums
 
 # Tokens that a block takes at a time.
 TILE = 32
