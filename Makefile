@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-gpu lint bench clean
+.PHONY: demo test test-jax-oldest test-gpu lint bench clean
 
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +17,16 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+# The oldest JAX that is supported, in an environment without torch and without TileLang: kernels come from the cache
+# that `make test` has filled.
+$(VENV)-jax-oldest/.ready: pyproject.toml .ci/constraints-jax-oldest.txt
+	$(PYTHON) -m venv $(VENV)-jax-oldest
+	$(VENV)-jax-oldest/bin/python -m pip install -q --disable-pip-version-check -c .ci/constraints-jax-oldest.txt -e ".[jax-runtime]" pytest pytest-xdist
+	touch $@
+
+test-jax-oldest: $(VENV)-jax-oldest/.ready
+	$(VENV)-jax-oldest/bin/python -m pytest -n $(WORKERS) tests/test_jax_frontend.py tests/test_jax_sharding.py $(ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -226,9 +226,7 @@ OPS = ["expand_to_mhc", "mhc_pre_split_mixes", "sinkhorn_normalize", "mhc_pre_ap
 
 def _arguments(rule, rows, device, sizes):
     env = {**rule.attrs, **sizes, "lead": (rows,)}
-    return {
-        name: normal(*rule.type_of(name, env)[0], dtype=TORCH[arg.dtype], device=device) for name, arg in rule.ins.items()
-    }
+    return {name: normal(*rule.type_of(name, env)[0], dtype=TORCH[arg.dtype], device=device) for name, arg in rule.ins.items()}
 
 
 @pytest.mark.parametrize("name", OPS)

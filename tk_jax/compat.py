@@ -44,12 +44,10 @@ def _number_of_axes(kind: Any) -> int:
 
 
 def explicit_mesh(arrays: Sequence[Any]) -> AbstractMesh | None:
-    """The mesh with explicit axes that the types of some arrays name, or None."""
-    for array in arrays:
-        mesh = jax.typeof(array).sharding.mesh
-        if mesh.explicit_axes:
-            return mesh
-    return None
+    """The mesh with explicit axes that the types of some arrays name, else that of `jax.set_mesh`; None without one."""
+    # jax 0.11 does not put the mesh of the context on the type of an array that nobody has placed
+    meshes = (*(jax.typeof(array).sharding.mesh for array in arrays), jax.sharding.get_abstract_mesh())
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
 def manual_axes(mesh: AbstractMesh) -> frozenset[str]:

@@ -5,6 +5,9 @@ Three cases, told apart when a program is traced. Inside a full `shard_map` ther
 partitioning, which XLA asks when it has decided on shardings. Inner axes that are sharded are gathered; arguments that are
 sharded differently follow the first of them. Parameter gradients are summed over the mesh axes that share the rows, in one
 all-reduce for all of them. Axes that `vmap` loops over are shared like rows, but never summed over.
+
+Where a mesh has manual or explicit axes beside automatic ones, XLA does not tell how the automatic ones share an array: it
+gathers over them, which is right but slow. A `shard_map` over all axes is the way out.
 """
 
 from __future__ import annotations

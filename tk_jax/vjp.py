@@ -99,9 +99,9 @@ def _differentiable(op: Op, attrs: Mapping[str, Any], present: tuple[bool, ...],
     def forward(*primals: Any) -> tuple[Any, Any]:
         arrays = [primal.value for primal in primals]
         perturbed = [name for name, primal in zip(names, primals, strict=True) if primal.perturbed]
-        if backward is None:
+        if backward is None and any(jnp.issubdtype(rule.outs[name].dtype, jnp.inexact) for name in op.returns):
             raise NotImplementedError(f"{op.name}: the gradient is not implemented")
-        wanted = tuple(f"d_{name}" for name in perturbed if f"d_{name}" in backward.outs)
+        wanted = tuple(f"d_{name}" for name in perturbed if backward is not None and f"d_{name}" in backward.outs)
         saved = op.saved if wanted else ()
         results = dict(zip(call.wanted, _final(call, op.name)(*arrays), strict=True))
         known = dict(zip(names, arrays, strict=True)) | results

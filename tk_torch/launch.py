@@ -17,15 +17,14 @@ from tk_core.plan import Plan
 
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
-# Plans by rule, types and attributes. Rows are part of a plan (not of a kernel), so the number of plans is bounded here.
-_MAX_PLANS = 8192
-_plans: dict[tuple, _TorchPlan] = {}
+# Rows are part of a plan (not of a kernel), so the number of plans of a rule is bounded here.
+_MAX_PLANS = 4096
 
 
 class _TorchPlan:
-    """A plan with torch's names: what `run` needs, and nothing to look up."""
+    """A plan with torch's names: what `Runner.run` needs, and nothing to look up."""
 
-    __slots__ = ("allocate", "cuda", "device", "flat", "num_inputs", "results", "size", "steps", "zeros")
+    __slots__ = ("allocate", "cuda", "device", "flat", "results", "size", "steps", "zeros")
 
     def __init__(self, plan: Plan, device: torch.device, wanted: frozenset[str]) -> None:
         slots = {name: i for i, name in enumerate(plan.rule.slots)}
@@ -34,8 +33,7 @@ class _TorchPlan:
         self.allocate = tuple((slot, shape, getattr(torch, dtype)) for slot, shape, dtype in (*plan.outs, *plan.work))
         self.zeros = plan.zeros if not plan.steps else ()
         self.results = tuple(slots[name] if name in wanted else None for name in plan.rule.outs)
-        self.num_inputs = plan.num_inputs
-        self.size = plan.num_slots
+        self.size = plan.num_slots - plan.num_inputs
         self.flat = plan.flat
         self.steps = plan.steps
 
@@ -57,22 +55,6 @@ def judge_tensors(rule: Rule, tensors: Sequence[Any]) -> None:
             raise type_error(rule.name, arg.name, f"a {arg.dtype} array of shape {arg}", type(t).__name__)
 
 
-def _plan(key: tuple, rule: Rule, tensors: Sequence[Any], values: tuple, wanted: frozenset[str]) -> _TorchPlan:
-    judge_tensors(rule, tensors[: len(rule.ins)])
-    first = next((t for t in tensors if t is not None), None)
-    if first is not None and first.device.type not in ("cpu", "cuda"):
-        raise value_error(rule.name, next(iter(rule.ins)), "a CPU or CUDA array", f"device {first.device}")
-    device = first.device if first is not None else torch.device("cpu")
-    attrs = dict(zip(rule.attrs, values, strict=True))
-    types = types_of(tensors)
-    rule.bind(types, attrs)  # judge before a target is asked for
-    plan = _TorchPlan(Plan(rule, target_of(device), types, attrs, wanted), device, wanted)
-    if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
-    _plans[key] = plan
-    return plan
-
-
 def fast_layout(t: Tensor | None) -> Tensor | None:
     """The tensor as kernels take it: contiguous and 16-byte aligned; anything else is copied once, and counted."""
     if t is None or (t.is_contiguous() and not t.data_ptr() & 15):
@@ -81,48 +63,86 @@ def fast_layout(t: Tensor | None) -> Tensor | None:
     return t.clone(memory_format=torch.contiguous_format)
 
 
-def run(
-    rule: Rule,
-    tensors: Sequence[Tensor | None],
-    values: tuple,
-    wanted: frozenset[str],
-    given: Mapping[str, Tensor] | None = None,
-) -> list[Tensor | None]:
-    """Execute a rule.
+class Runner:
+    """One rule on torch tensors. Everything that depends on shapes is in a plan, found by a small tuple."""
 
-    Args:
-        rule: what to run.
-        tensors: its arguments and then its accumulators, None where absent.
-        values: its attributes in order.
-        wanted: the results to compute.
-        given: results that the caller provides, by name.
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.num_ins = len(rule.ins)
+        self._plans: dict[tuple, _TorchPlan] = {}
 
-    Returns:
-        The results in the rule's order, None for those that are not wanted.
-    """
-    key = (rule, wanted, values, *[None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
-    plan = _plans.get(key) or _plan(key, rule, tensors, values, wanted)
-    memory: list[Any] = [*map(fast_layout, tensors)]
-    if rule.accumulates:
-        _judge_accumulators(rule, tensors)
-    memory += [None] * (plan.size - len(memory))
-    if given:
-        _place_given(rule, plan, memory, given, tensors, values)
-    device = plan.device
-    for slot, shape, dtype in plan.allocate:
-        if memory[slot] is None:
-            memory[slot] = torch.empty(shape, dtype=dtype, device=device)
-    for slot in plan.zeros:
-        memory[slot].zero_()
-    arrays = memory if plan.flat is None else _flatten(memory, plan.flat)
-    if plan.cuda is not None and plan.cuda != torch.cuda.current_device():
-        with torch.cuda.device(plan.cuda):
+    def run(
+        self, tensors: Sequence[Tensor | None], values: tuple, wanted: frozenset[str], given: Mapping[str, Tensor] | None = None
+    ) -> list[Tensor | None]:
+        """Execute the rule.
+
+        Args:
+            tensors: its arguments and then its accumulators, None where absent.
+            values: its attributes in order.
+            wanted: the results to compute.
+            given: results that the caller provides, by name.
+
+        Returns:
+            The results in the rule's order, None for those that are not wanted.
+        """
+        key: list[Any] = [wanted, values]
+        memory: list[Any] = []
+        for t in tensors:  # fast_layout written out: this loop is most of what a small call costs
+            if t is None:
+                key.append(None)
+            else:
+                key += (t.shape, t.dtype, t.device)
+                if not t.is_contiguous() or t.data_ptr() & 15:
+                    t = fast_layout(t)
+            memory.append(t)
+        plan = self._plans.get(tuple(key)) or self._plan(tuple(key), tensors, values, wanted)
+        memory += [None] * plan.size
+        if self.rule.accumulates or given:
+            self._place(plan, memory, tensors, values, given or {})
+        device = plan.device
+        for slot, shape, dtype in plan.allocate:
+            if memory[slot] is None:
+                memory[slot] = torch.empty(shape, dtype=dtype, device=device)
+        for slot in plan.zeros:
+            memory[slot].zero_()
+        arrays = memory if plan.flat is None else _flatten(memory, plan.flat)
+        if plan.cuda is None or plan.cuda == torch._C._cuda_getDevice():
             _launch(plan, arrays)
-    else:
-        for step in plan.steps:
-            step.kernel.run(*step.gather(arrays), *step.scalars)
-            step.kernel.calls += 1
-    return [None if slot is None else memory[slot] for slot in plan.results]
+        else:
+            with torch.cuda.device(plan.cuda):
+                _launch(plan, arrays)
+        return [None if slot is None else memory[slot] for slot in plan.results]
+
+    def _plan(self, key: tuple, tensors: Sequence[Any], values: tuple, wanted: frozenset[str]) -> _TorchPlan:
+        rule = self.rule
+        judge_tensors(rule, tensors[: self.num_ins])
+        first = next((t for t in tensors if t is not None), None)
+        if first is not None and first.device.type not in ("cpu", "cuda"):
+            raise value_error(rule.name, next(iter(rule.ins)), "a CPU or CUDA array", f"device {first.device}")
+        device = first.device if first is not None else torch.device("cpu")
+        attrs = dict(zip(rule.attrs, values, strict=True))
+        types = types_of(tensors)
+        rule.bind(types, attrs)  # judge before a target is asked for
+        plan = _TorchPlan(Plan(rule, target_of(device), types, attrs, wanted), device, wanted)
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan
+
+    def _place(self, plan: _TorchPlan, memory: list[Any], tensors: Sequence[Any], values: tuple, given: Mapping[str, Tensor]) -> None:
+        """Arrays that the caller lets the rule write: judged, then used as they are."""
+        rule = self.rule
+        for name, t in zip(rule.accumulates, tensors[self.num_ins :], strict=False):
+            if t is not None:
+                _judge_layout(rule, f"acc_{name}", t)
+        if given:
+            env = rule.bind(types_of(tensors), dict(zip(rule.attrs, values, strict=True)))
+        for name, t in given.items():
+            rule.judge_written(name, name, (t.shape, DTYPE_NAMES[t.dtype], t.device), env)
+            if t.device != plan.device:
+                raise value_error(rule.name, name, f"device {plan.device}", t.device)
+            _judge_layout(rule, name, t)
+            memory[rule.slots.index(name)] = t
 
 
 def _launch(plan: _TorchPlan, arrays: list[Any]) -> None:
@@ -137,30 +157,11 @@ def _flatten(memory: list[Any], flat: tuple) -> list[Any]:
     return [*arrays, *memory[len(arrays) :]]
 
 
-def _judge_accumulators(rule: Rule, tensors: Sequence[Tensor | None]) -> None:
-    for name, t in zip(rule.accumulates, tensors[len(rule.ins) :], strict=False):
-        if t is not None:
-            _judge_layout(rule, f"acc_{name}", t)
-            torch.autograd.graph.increment_version(t)
-
-
 def _judge_layout(rule: Rule, argument: str, t: Tensor) -> None:
+    """What is written in place must have the layout that kernels write; autograd is told that it changes."""
     if not t.is_contiguous():
         raise value_error(rule.name, argument, "a contiguous array to write to", f"strides {t.stride()}")
     if t.data_ptr() & 15:
         raise value_error(rule.name, argument, "a 16-byte aligned array to write to", f"address {t.data_ptr():#x}")
-
-
-def _place_given(
-    rule: Rule, plan: _TorchPlan, memory: list[Any], given: Mapping[str, Tensor], tensors: Sequence[Tensor | None], values: tuple
-) -> None:
-    env = rule.bind(types_of(tensors), dict(zip(rule.attrs, values, strict=True)))
-    slots = rule.slots
-    for name, t in given.items():
-        rule.judge_written(name, name, (t.shape, DTYPE_NAMES[t.dtype], t.device), env)
-        if t.device != plan.device:
-            raise value_error(rule.name, name, f"device {plan.device}", t.device)
-        _judge_layout(rule, name, t)
-        with contextlib.suppress(RuntimeError):  # an inference tensor has no version
-            torch.autograd.graph.increment_version(t)
-        memory[slots.index(name)] = t
+    with contextlib.suppress(RuntimeError):  # an inference tensor has no version
+        torch.autograd.graph.increment_version(t)

@@ -32,7 +32,10 @@ def _is_plain(tensors: Sequence[Any]) -> bool:
     """Whether a call is an ordinary eager one, so that nothing but autograd has to see it."""
     if _functorch_active() or _dispatch_modes() or _function_modes() or _forward_ad._current_level >= 0:
         return False
-    return all(t is None or (type(t) in _PLAIN_TYPES and (t.is_cpu or t.is_cuda)) for t in tensors)
+    for t in tensors:
+        if t is not None and (type(t) not in _PLAIN_TYPES or t.is_meta):
+            return False
+    return True
 
 
 class Direction:
@@ -48,22 +51,20 @@ class Direction:
         # buffers for gradients that ride along with a forward call, so that tracers see where the backward pass writes
         self.carried = gradient.carried
         self.carried_args = gradient.carried_args
+        self.num_ins = len(rule.ins)
         self.num_tensors = rule.num_inputs + len(self.carried)
         self.all = (1 << len(rule.outs)) - 1
         # gradients are computed on demand, results of a forward rule always
         self.selective = any(arg.optional for arg in rule.outs.values())
+        self.runner = launch.Runner(rule)
+        self.masks = {mask: frozenset(n for i, n in enumerate(rule.outs) if mask >> i & 1) for mask in range(1 << len(rule.outs))}
         self.eager_function = _eager_function(self)
         self.func_function = _func_function(self)
         self.operator = self._register()
 
-    @functools.cache  # noqa: B019 - one entry a mask, and a Direction lives as long as the process
-    def wanted(self, mask: int) -> frozenset[str]:
-        """The names of the results in a mask."""
-        return frozenset(name for i, name in enumerate(self.rule.outs) if mask >> i & 1)
-
     def run(self, tensors: Sequence[Any], values: tuple, mask: int, given: dict[str, Tensor] | None = None) -> list[Tensor | None]:
         """Launch, whatever autograd thinks."""
-        return launch.run(self.rule, tensors[: self.rule.num_inputs], values, self.wanted(mask), given)
+        return self.runner.run(tensors[: self.rule.num_inputs], values, self.masks[mask], given)
 
     def call(
         self, tensors: Sequence[Any], values: tuple, mask: int, context: Any = None, given: dict[str, Tensor] | None = None
@@ -72,13 +73,15 @@ class Direction:
         if torch.compiler.is_compiling():
             return self._dispatch(tensors, values, mask)
         if _is_plain(tensors):
-            if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[: len(self.rule.ins)]):
-                given = given or {}
-                return list(self.eager_function.apply(values, mask, context, tuple(given), *tensors, *given.values()))
+            if torch.is_grad_enabled():
+                for t in tensors[: self.num_ins]:
+                    if t is not None and t.requires_grad:
+                        given = given or {}
+                        return list(self.eager_function.apply(values, mask, context, tuple(given), *tensors, *given.values()))
             return self.run(tensors, values, mask, given)
         if _functorch_active():
             return list(self.func_function.apply(values, mask, *tensors))
-        launch.judge_tensors(self.rule, tensors[: len(self.rule.ins)])
+        launch.judge_tensors(self.rule, tensors[: self.num_ins])
         return self._dispatch(tensors, values, mask)
 
     def _dispatch(self, tensors: Sequence[Any], values: tuple, mask: int) -> list[Tensor | None]:
@@ -88,12 +91,12 @@ class Direction:
 
     def _pack(self, tensors: Sequence[Any], values: tuple, mask: int) -> tuple:
         """Operator arguments: tensors, attributes, the mask where results are selective, accumulators."""
-        num_ins = len(self.rule.ins)
+        num_ins = self.num_ins
         return (*tensors[:num_ins], *values, *((mask,) if self.selective else ()), *tensors[num_ins:])
 
     def split(self, args: Sequence[Any]) -> tuple[list[Any], tuple, int]:
         """The reverse of `_pack`."""
-        num_ins, end = len(self.rule.ins), len(self.rule.ins) + len(self.rule.attrs)
+        num_ins, end = self.num_ins, self.num_ins + len(self.rule.attrs)
         mask = args[end] if self.selective else self.all
         accumulators = list(args[end + self.selective :])
         accumulators += [None] * (self.num_tensors - num_ins - len(accumulators))
@@ -130,7 +133,7 @@ class Direction:
 
     def _fake(self, *args: Any) -> Any:
         tensors, values, mask = self.split(args)
-        rule, wanted = self.rule, self.wanted(mask)
+        rule, wanted = self.rule, self.masks[mask]
         env = rule.bind(launch.types_of(tensors), dict(zip(rule.attrs, values, strict=True)))
         like = next(t for t in tensors if t is not None)
         accumulated = {name for name, t in zip(rule.accumulates, tensors[len(rule.ins) :], strict=False) if t is not None}
@@ -147,7 +150,7 @@ class Direction:
         tensors, values, mask = self.split(args)
         if sharding.has_dtensor(tensors):
             sharding.register(self)
-        ins = tensors[: len(self.rule.ins)]
+        ins = tensors[: self.num_ins]
         needs = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in ins)
         # duals of forward mode go through the Function as well: it refuses them instead of dropping them
         if needs or _forward_ad._current_level >= 0:
@@ -311,7 +314,7 @@ def _vmap(direction: Direction, size: int, dims: Sequence[int | None], values: t
     tensors, dims = tensors[: len(args)], dims[: len(args)]
     batched = [t is not None and d is not None for t, d in zip(tensors, dims, strict=True)]
     rows_only = all(arg.rows or not b for arg, b in zip(args, batched, strict=True))
-    wanted = direction.wanted(mask)
+    wanted = direction.masks[mask]
     if rows_only and all(rule.outs[name].rows for name in wanted):
         front = [_to_front(t, d, size) if t is not None and arg.rows else t for arg, t, d in zip(args, tensors, dims, strict=True)]
         outs = direction.call(front, values, mask)

@@ -68,6 +68,8 @@ def main(args: argparse.Namespace) -> int:
     hidden = args.hidden or ([7168] if device == "cuda" else [1280])
     from tk_core.bench import measure
 
+    if device == "cpu":
+        torch.set_num_threads(1)  # kernels of the C target run on one thread; so does what they are compared with
     table = peers.load(args.compare)
     runner = measure.Runner(device)
     about = {"meta": True, "date": time.strftime("%Y-%m-%d"), **runner.about(), "timer": "event" if device == "cuda" else "wall"}
