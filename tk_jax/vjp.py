@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +82,8 @@ def _compiled(op: Op, values: tuple, present: tuple[bool, ...]) -> Any:
 
 
 @jax.tree_util.register_static
-class _Wanted(NamedTuple):
+@dataclass(frozen=True)
+class _Wanted:
     """Gradients that are asked for; static, so that it may travel with the residuals."""
 
     names: tuple[str, ...]

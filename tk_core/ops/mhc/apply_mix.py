@@ -5,7 +5,7 @@ d_mix[t, i] = sum_d d_out[t, d] * x[t, i, d]        d_x[t, i, d] = mix[t, i] * d
 """
 
 from tk_core.op import Env, Launch, declare
-from tk_core.ops.mhc.common import BF16, F32, block_sums, check_hidden, check_streams, lanes, row_threads, thread, vector
+from tk_core.ops.mhc.common import BF16, F32, block_sums, check_hidden, check_streams, lanes, row_threads, sums_of_thread, thread, vector
 
 
 def apply_mix(P, n, H):
@@ -43,13 +43,14 @@ def apply_mix(P, n, H):
 def apply_mix_bwd(P, n, H, has):
     """A block takes a token: d_x column by column, and d_mix as sums over the whole row."""
     T = P.dynamic("T")
-    threads = row_threads(H)
+    threads = row_threads(H, 1024 if n <= 4 else 512)
     V = vector(P)
     L = lanes(P)
     want_x, want_mix, add = "d_x" in has, "d_mix" in has, "+d_x" in has
     sums = block_sums(P)
     steps = H // V if P.cpu else -(-H // (threads * V))
     stride = 1 if P.cpu else threads
+    each = sums_of_thread(P, n, threads)
 
     @P.prim_func
     def main(
@@ -61,14 +62,14 @@ def apply_mix_bwd(P, n, H, has):
     ):
         with P.Kernel(T, threads=threads) as t:
             if not P.cpu:
-                P.annotate_min_blocks_per_sm(max(1, 1024 // threads))
+                P.annotate_min_blocks_per_sm(1024 // threads if n <= 4 else 1)
             gs = P.alloc_local((V,), P.storage(BF16))
             xs = P.alloc_local((n, V), P.storage(BF16))
             old = P.alloc_local((n, V), P.storage(BF16))
             dx = P.alloc_local((V,), F32)
             rounded = P.alloc_local((V,), P.storage(BF16))
             acc = P.alloc_local((n, L), F32)
-            total = P.alloc_local((n if P.cpu else 1,), F32)
+            total = P.alloc_local((each,), F32)
             shared = P.alloc_shared((n * threads // 32,), F32)
             for i in P.unroll(n):
                 for lane in P.unroll(L):
@@ -104,12 +105,9 @@ def apply_mix_bwd(P, n, H, has):
                                 d_x[t, i, col + v] = rounded[v]
             if want_mix:
                 sums(acc, total, shared, n, threads)
-                if P.cpu:
-                    for i in P.serial(n):
-                        d_mix[t, i, 0] = total[i]
-                else:
-                    if thread(P) < n:
-                        d_mix[t, thread(P), 0] = total[0]
+                for r in P.unroll(each):
+                    if r * stride + thread(P) < n:
+                        d_mix[t, r * stride + thread(P), 0] = total[r]
 
     return main
 

@@ -27,6 +27,12 @@ def check_streams(op: str, argument: str, name: str, env: Env) -> None:
         raise value_error(op, argument, f"{name} >= 1", env[name])
 
 
+def check_few_streams(op: str, argument: str, name: str, env: Env) -> None:
+    """A block holds all mixes of a token, so their number is bounded."""
+    if not 1 <= env[name] <= 16:
+        raise value_error(op, argument, f"{name} from 1 to 16", env[name])
+
+
 # ------------------------------------------------------------------ the shape of the work
 
 
@@ -142,10 +148,15 @@ def normalize(P, columns: bool):
 # ------------------------------------------------------------------ sums
 
 
-def block_sums(P):
-    """Macro: out[k] = the sum of acc[k, :] over the lanes and threads of a block, in a fixed order; valid after it in all threads.
+def sums_of_thread(P, K: int, threads: int) -> int:
+    """How many of the K sums of a block a thread finishes: sums thread, thread + threads, ...; all of them on C."""
+    return K if P.cpu else -(-K // threads)
 
-    `shared` holds one value a warp and sum. `acc` is spent.
+
+def block_sums(P):
+    """Macro: sum r * threads + thread of acc[k, :] over the lanes and threads of a block to out[r], in a fixed order.
+
+    `shared` holds one value a warp and sum; `acc` is spent.
     """
 
     @P.macro
@@ -158,10 +169,11 @@ def block_sums(P):
             for k in P.unroll(K):
                 shared[tx // 32 * K + k] = acc[k, 0]
         P.sync_threads()
-        if tx < K:
-            out[0] = shared[tx]
-            for warp in P.serial(threads // 32 - 1):
-                out[0] = P.add(out[0], shared[(warp + 1) * K + tx])
+        for r in P.unroll(sums_of_thread(P, K, threads)):
+            if r * threads + tx < K:
+                out[r] = shared[r * threads + tx]
+                for warp in P.serial(threads // 32 - 1):
+                    out[r] = P.add(out[r], shared[(warp + 1) * K + r * threads + tx])
 
     @P.macro
     def on_c(acc, out, shared, K, threads):
@@ -171,6 +183,11 @@ def block_sums(P):
                 out[k] = out[k] + acc[k, lane + 1]
 
     return on_c if P.cpu else on_cuda
+
+
+def tile_of(units: int, most: int) -> int:
+    """Tokens that a block takes at a time, `units` threads each."""
+    return min(most, 1024 // units)
 
 
 def partials_of(rows: int, tile: int) -> int:
@@ -207,16 +224,18 @@ def tile_sums(P):
     return run
 
 
-def sum_partials(P, M, units, scales, per, want_scale, want_base, groups=16):
+def sum_partials(P, M, units, scales, per, want_scale, want_base):
     """A kernel of one block: d_mhc_base from the first M columns of `part`, d_mhc_scale from the other `units` ones.
 
     The first `scales` - 1 of these take `per` columns each, the last one takes the rest.
 
-    A thread sums every 16th partial of a column; these 16 sums, then the columns of a segment, are summed in order.
+    A thread sums every 16th partial of a column; these 16 sums, then the columns of a segment, are summed in order. Wide
+    partials leave threads for fewer than 16.
     """
     partials = P.dynamic("partials")
     width = M + units
     last = units - (scales - 1) * per
+    groups = min(16, 1024 // width)
     threads = -(-width * groups // 32) * 32
     G = 1 if P.cpu else groups
 

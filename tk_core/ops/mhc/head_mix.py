@@ -6,9 +6,21 @@ dz = d_out * sigma * (1 - sigma)    d_input_mix = dz * scale    d_scale = sum_t 
 """
 
 from tk_core.op import Env, Launch, declare
-from tk_core.ops.mhc.common import F32, F64, affine, check_streams, partials_of, sigma, stream_vector, sum_partials, thread, tile_sums
+from tk_core.ops.mhc.common import (
+    F32,
+    F64,
+    affine,
+    check_few_streams,
+    partials_of,
+    sigma,
+    stream_vector,
+    sum_partials,
+    thread,
+    tile_of,
+    tile_sums,
+)
 
-# Tokens that a block takes at a time.
+# Tokens that a block takes at a time, at most.
 TILE = 128
 
 
@@ -17,8 +29,9 @@ def head_mix(P, n):
     T = P.dynamic("T")
     V = stream_vector(n)
     units = n // V
-    B = 1 if P.cpu else TILE
-    threads = TILE * units
+    tile = tile_of(units, TILE)
+    B = 1 if P.cpu else tile
+    threads = tile * units
 
     @P.prim_func
     def main(
@@ -50,9 +63,10 @@ def head_mix_bwd(P, n, has):
     T, partials = P.dynamic("T"), P.dynamic("partials")
     V = stream_vector(n)
     units = n // V
-    threads = TILE * units
+    rows = tile_of(units, TILE)
+    threads = rows * units
     want_m, want_sums = "d_input_mix" in has, "part" in has
-    work = TILE * units if P.cpu else 1
+    work = rows * units if P.cpu else 1
     own = units if P.cpu else 1
     sums = tile_sums(P)
 
@@ -65,21 +79,21 @@ def head_mix_bwd(P, n, has):
         d_input_mix: P.Tensor((T, n), F32),
         part: P.Tensor((partials, 2, n + units), F32),
     ):
-        with P.Kernel(partials if want_sums else P.ceildiv(T, TILE), threads=threads) as b:
+        with P.Kernel(partials if want_sums else P.ceildiv(T, rows), threads=threads) as b:
             m = P.alloc_local((V,), F32)
             dz = P.alloc_local((V,), F32)
             s = P.alloc_local((V,), F32)
             base_sum = P.alloc_local((own, V), F64)
             scale_sum = P.alloc_local((own,), F64)
-            shared = P.alloc_shared((1 if P.cpu else TILE, n + units), F64)
+            shared = P.alloc_shared((1 if P.cpu else rows, n + units), F64)
             for k in P.unroll(own):
                 scale_sum[k] = P.float64(0)
                 for v in P.unroll(V):
                     base_sum[k, v] = P.float64(0)
-            for tile in P.serial(P.ceildiv(P.ceildiv(T, TILE) - b, partials) if want_sums else 1):
+            for tile in P.serial(P.ceildiv(P.ceildiv(T, rows) - b, partials) if want_sums else 1):
                 for k in P.serial(work):
                     unit = k + thread(P)
-                    t = ((tile * partials + b) if want_sums else b) * TILE + unit // units
+                    t = ((tile * partials + b) if want_sums else b) * rows + unit // units
                     q = unit % units
                     mine = q if P.cpu else 0
                     j = q * V
@@ -101,7 +115,7 @@ def head_mix_bwd(P, n, has):
                             for v in P.vectorized(V):
                                 d_input_mix[t, j + v] = dz[v]
             if want_sums:
-                sums(base_sum, scale_sum, shared, part, b, V, units, TILE, threads)
+                sums(base_sum, scale_sum, shared, part, b, V, units, rows, threads)
 
     return main
 
@@ -113,11 +127,13 @@ def head_mix_reduce(P, n, has):
 
 
 def derive(env: Env) -> Env:
-    return {"partials": partials_of(env["rows"], TILE), "width": env["n"] + env["n"] // stream_vector(env["n"])}
+    n = env["n"]
+    units = n // stream_vector(n)
+    return {"partials": partials_of(env["rows"], tile_of(units, TILE)), "width": n + units}
 
 
 def check(env: Env) -> None:
-    check_streams("mhc_head_compute_mix", "input_mix", "n", env)
+    check_few_streams("mhc_head_compute_mix", "input_mix", "n", env)
 
 
 DOC = """Weights with which the residual streams are mixed into the input of the head.
@@ -135,7 +151,7 @@ Returns:
 
 Raises:
     TypeError: a dtype is another one.
-    ValueError: a shape does not fit.
+    ValueError: a shape does not fit, or n is not from 1 to 16.
 
 Numerics:
     fp32: one FMA, sigma(z) = 1 / (1 + exp(-z)) with a true division.

@@ -29,6 +29,11 @@ def large_shared(P):
     return P.sm in (90, 100, 103)
 
 
+def staged(P, stages):
+    """Stages of a pipeline: TileLang 0.1.15 has none below sm_90 for a number of steps known only at run time."""
+    return stages if P.sm >= 90 else 0
+
+
 def gemm_sumsq(P, K, J, n=0, H=0):
     """part[s, t, 0, j] = sum over slice s of x[t, k] * F[j, k]; psq[s, t, 0] likewise of x[t, k]^2."""
     if P.cpu:
@@ -60,7 +65,7 @@ def gemm_sumsq(P, K, J, n=0, H=0):
             P.clear(acc)
             for i, j in P.Parallel(BM, BK, loop_layout=layout):
                 squares[i, j] = 0
-            for k in P.Pipelined(steps * (STEP // BK), num_stages=2):
+            for k in P.Pipelined(steps * (STEP // BK), num_stages=staged(P, 2)):
                 P.copy(x[b * BM, s * steps * STEP + k * BK], xs)
                 P.copy(F[0, s * steps * STEP + k * BK], fs)
                 P.gemm(xs, fs, acc, transpose_B=True, policy=P.GemmWarpPolicy.FullRow)
@@ -181,7 +186,7 @@ def gemm_bwd(P, K, J, has, n=0, H=0):
                 P.annotate_layout({olds: make_swizzled_layout(olds)})
             if want_part:
                 P.clear(df)
-            for t in P.Pipelined(P.min(steps, P.ceildiv(T, BT) - r * steps), num_stages=stages):
+            for t in P.Pipelined(P.min(steps, P.ceildiv(T, BT) - r * steps), num_stages=staged(P, stages)):
                 P.copy(dy[(r * steps + t) * BT, 0], dys)
                 P.copy(x[(r * steps + t) * BT, b * BN], xs)
                 if add:

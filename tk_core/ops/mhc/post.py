@@ -7,13 +7,13 @@ d_post[t, o] = sum_d x[t, d] * d_out[t, o, d]       d_comb[t, i, o] = sum_d resi
 """
 
 from tk_core.op import Env, Launch, declare
-from tk_core.ops.mhc.common import BF16, F32, block_sums, check_hidden, check_streams, lanes, row_threads, thread, vector
+from tk_core.ops.mhc.common import BF16, F32, block_sums, check_hidden, check_streams, lanes, row_threads, sums_of_thread, thread, vector
 
 
 def post(P, n, H):
     """A thread makes one vector of every new stream from one vector of x and of every old one."""
     T = P.dynamic("T")
-    threads = row_threads(H)
+    threads = row_threads(H, 1024 if n <= 4 else 256)
     V = vector(P)
     B = H if P.cpu else threads * V
 
@@ -27,7 +27,7 @@ def post(P, n, H):
     ):
         with P.Kernel(T, P.ceildiv(H, B), threads=threads) as (t, b):
             if not P.cpu:
-                P.annotate_min_blocks_per_sm(max(1, 1024 // threads))
+                P.annotate_min_blocks_per_sm(1024 // threads if n <= 4 else 1)
             xs = P.alloc_local((V,), P.storage(BF16))
             rs = P.alloc_local((n, V), P.storage(BF16))
             gate = P.alloc_local((n,), F32)
@@ -64,8 +64,9 @@ def post(P, n, H):
 def post_bwd(P, n, H, has):
     """A block takes a token and reads every tensor once: d_x and d_residual column by column, the mixes as row sums."""
     T = P.dynamic("T")
-    # 64 registers a thread hold the sums of a single part of a row, not of several
-    threads = row_threads(H, 1024 if H <= 8192 else 512)
+    # 64 registers a thread hold what four streams need in a single part of a row, not in several
+    tight = n <= 4 and H <= 8192
+    threads = row_threads(H, 1024 if tight else 512 if n <= 4 else 256)
     V = vector(P)
     L = lanes(P)
     want_x, want_residual = "d_x" in has, "d_residual" in has
@@ -76,6 +77,7 @@ def post_bwd(P, n, H, has):
     sums = block_sums(P)
     steps = H // V if P.cpu else -(-H // (threads * V))
     stride = 1 if P.cpu else threads
+    each = sums_of_thread(P, K - first, threads)
 
     @P.macro
     def mix(part, weight, gs):
@@ -99,13 +101,13 @@ def post_bwd(P, n, H, has):
     ):
         with P.Kernel(T, threads=threads) as t:
             if not P.cpu:
-                P.annotate_min_blocks_per_sm(1024 // threads if H <= 8192 else 1)
+                P.annotate_min_blocks_per_sm(1024 // threads if tight else 1)
             gs = P.alloc_local((n, V), P.storage(BF16))
             xs = P.alloc_local((V,), P.storage(BF16))
             rs = P.alloc_local((n, V), P.storage(BF16))
             weight = P.alloc_local((n,), F32)
             acc = P.alloc_local((K - first, L), F32)
-            total = P.alloc_local((K - first if P.cpu else 1,), F32)
+            total = P.alloc_local((each,), F32)
             part = P.alloc_local((V,), F32)
             rounded = P.alloc_local((V,), P.storage(BF16))
             shared = P.alloc_shared(((K - first) * threads // 32,), F32)
@@ -159,14 +161,14 @@ def post_bwd(P, n, H, has):
                                         acc[s, lane] = P.fma(P.to_f32(rs[i, e], BF16), P.to_f32(gs[o, e], BF16), acc[s, lane])
             if want_post or want_comb:
                 sums(acc, total, shared, K - first, threads)
-                for k in P.serial(K - first if P.cpu else 1):
-                    s = first + (k if P.cpu else thread(P))
+                for r in P.unroll(each):
+                    s = first + r * stride + thread(P)
                     if want_post:
                         if s < n:
-                            d_post_layer_mix[t, s, 0] = total[k]
+                            d_post_layer_mix[t, s, 0] = total[r]
                     if want_comb:
                         if s >= n and s < K:
-                            d_comb_res_mix[t, (s - n) // n, (s - n) % n] = total[k]
+                            d_comb_res_mix[t, (s - n) // n, (s - n) % n] = total[r]
 
     return main
 

@@ -8,9 +8,21 @@ d_m_j = dz_j * scale_seg(j)     d_base_j = sum_t dz_j      d_scale_k = sum_t sum
 """
 
 from tk_core.op import Env, Launch, declare
-from tk_core.ops.mhc.common import F32, F64, affine, check_streams, partials_of, sigma, stream_vector, sum_partials, thread, tile_sums
+from tk_core.ops.mhc.common import (
+    F32,
+    F64,
+    affine,
+    check_few_streams,
+    partials_of,
+    sigma,
+    stream_vector,
+    sum_partials,
+    thread,
+    tile_of,
+    tile_sums,
+)
 
-# Tokens that a block takes at a time.
+# Tokens that a block takes at a time, at most.
 TILE = 32
 
 
@@ -20,8 +32,9 @@ def split_mixes(P, mhc_mult):
     n, M = mhc_mult, mhc_mult * (mhc_mult + 2)
     V = stream_vector(n)
     units = M // V
-    B = 1 if P.cpu else TILE
-    threads = TILE * units
+    tile = tile_of(units, TILE)
+    B = 1 if P.cpu else tile
+    threads = tile * units
 
     @P.prim_func
     def main(
@@ -69,10 +82,11 @@ def split_mixes_bwd(P, mhc_mult, has):
     n, M = mhc_mult, mhc_mult * (mhc_mult + 2)
     V = stream_vector(n)
     units = M // V
-    threads = TILE * units
+    rows = tile_of(units, TILE)
+    threads = rows * units
     want_m, want_sums = "d_input_mixes" in has, "part" in has
     have_pre, have_post, have_comb = "d_pre_layer_mix" in has, "d_post_layer_mix" in has, "d_comb_res_mix" in has
-    work = TILE * units if P.cpu else 1
+    work = rows * units if P.cpu else 1
     own = units if P.cpu else 1
     sums = tile_sums(P)
 
@@ -88,21 +102,21 @@ def split_mixes_bwd(P, mhc_mult, has):
         part: P.Tensor((partials, 2, M + units), F32),
         mhc_post_mult_value: P.float32,
     ):
-        with P.Kernel(partials if want_sums else P.ceildiv(T, TILE), threads=threads) as b:
+        with P.Kernel(partials if want_sums else P.ceildiv(T, rows), threads=threads) as b:
             m = P.alloc_local((V,), F32)
             dz = P.alloc_local((V,), F32)
             s = P.alloc_local((V,), F32)
             base_sum = P.alloc_local((own, V), F64)
             scale_sum = P.alloc_local((own,), F64)
-            shared = P.alloc_shared((1 if P.cpu else TILE, M + units), F64)
+            shared = P.alloc_shared((1 if P.cpu else rows, M + units), F64)
             for k in P.unroll(own):
                 scale_sum[k] = P.float64(0)
                 for v in P.unroll(V):
                     base_sum[k, v] = P.float64(0)
-            for tile in P.serial(P.ceildiv(P.ceildiv(T, TILE) - b, partials) if want_sums else 1):
+            for tile in P.serial(P.ceildiv(P.ceildiv(T, rows) - b, partials) if want_sums else 1):
                 for k in P.serial(work):
                     unit = k + thread(P)
-                    t = ((tile * partials + b) if want_sums else b) * TILE + unit // units
+                    t = ((tile * partials + b) if want_sums else b) * rows + unit // units
                     q = unit % units
                     mine = q if P.cpu else 0
                     j = q * V
@@ -140,7 +154,7 @@ def split_mixes_bwd(P, mhc_mult, has):
                             for v in P.vectorized(V):
                                 d_input_mixes[t, j + v] = dz[v]
             if want_sums:
-                sums(base_sum, scale_sum, shared, part, b, V, units, TILE, threads)
+                sums(base_sum, scale_sum, shared, part, b, V, units, rows, threads)
 
     return main
 
@@ -154,11 +168,12 @@ def split_mixes_reduce(P, mhc_mult, has):
 
 def derive(env: Env) -> Env:
     n = env["mhc_mult"]
-    return {"partials": partials_of(env["rows"], TILE), "width": n * (n + 2) + n * (n + 2) // stream_vector(n)}
+    units = n * (n + 2) // stream_vector(n)
+    return {"partials": partials_of(env["rows"], tile_of(units, TILE)), "width": n * (n + 2) + units}
 
 
 def check(env: Env) -> None:
-    check_streams("mhc_pre_split_mixes", "mhc_mult", "mhc_mult", env)
+    check_few_streams("mhc_pre_split_mixes", "mhc_mult", "mhc_mult", env)
 
 
 DOC = """Split the projections of a token into the mixes of its streams.
@@ -179,7 +194,7 @@ Returns:
 
 Raises:
     TypeError: a dtype is another one.
-    ValueError: a shape does not fit, or mhc_mult < 1.
+    ValueError: a shape does not fit, or mhc_mult is not from 1 to 16.
 
 Numerics:
     fp32: one FMA, sigma(z) = 1 / (1 + exp(-z)) with a true division.
