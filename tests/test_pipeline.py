@@ -299,6 +299,33 @@ def test_low_level_forms_write_what_the_operations_give():
         assert torch.equal(a, b)
 
 
+def test_the_low_level_parts_of_norm_fn_add_up_to_it():
+    T, K, eps = 9, N * H, 1e-6
+    residual, values = tensor(bf16(T, N, H), True), parameters()
+    fn, weight = (tensor(values[k], True) for k in ("fn", "norm_weight"))
+    x = residual.detach().view(T, K)
+    merged = torch.empty_like(fn)
+    mhc.mhc_fn_normw_merge_fwd(fn.detach(), weight.detach(), merged)
+    S = 2
+    part, square = torch.empty(S, T, 1, 24, device=DEVICE), torch.empty(S, T, 1, device=DEVICE)
+    mhc.mhc_prenorm_gemm_fwd(x, merged, part, square)
+    y, q, out = torch.empty(T, 1, 24, device=DEVICE), torch.empty(T, 1, device=DEVICE), torch.empty(T, 24, device=DEVICE)
+    mhc.mhc_reduce_partials_and_rmsnorm_fwd(part, square, y, q, out, K, eps, S)
+    want = mhc.mhc_pre_norm_fn(residual, fn, weight, eps)
+    torch.testing.assert_close(out, want.detach(), rtol=1e-5, atol=1e-6)
+    g = torch.randn_like(out)
+    wants = torch.autograd.grad(want, (residual, fn, weight), g)
+    dy, dq = torch.empty_like(y), torch.empty_like(q)
+    mhc.mhc_reduce_partials_and_rmsnorm_bwd(g, y, q, dy, dq, K, eps)
+    dx, dF = torch.ones_like(x), torch.empty_like(fn)
+    mhc.mhc_prenorm_gemm_bwd(dy, dq, x, merged, dx, dF)
+    dfn, dw = torch.ones_like(fn), torch.ones_like(weight)
+    mhc.mhc_fn_normw_merge_bwd(fn.detach(), weight.detach(), dF, dfn, dw)
+    torch.testing.assert_close(dx.float(), 1 + wants[0].view(T, K).float(), rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(dfn, 1 + wants[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dw, 1 + wants[2], rtol=1e-4, atol=1e-4)
+
+
 def test_the_head_takes_a_slice_of_the_mixes_and_a_scale_without_axes():
     mixes = torch.randn(6, 24, device=DEVICE)
     scale, base = torch.tensor(0.5, device=DEVICE, requires_grad=True), torch.randn(N, device=DEVICE)

@@ -143,8 +143,7 @@ def _entry(function: Any, dtypes: list[str], text: str) -> str:
     bound: set[str] = set()
     tensors: dict[str, int] = {}
     late: list[str] = []
-    # sizes that a tensor in use declares: an absent one must not bind them first
-    declared = {s.name for b in function.buffer_map.values() if b.name in used for s in b.shape if isinstance(s, tvm.tirx.Var)}
+    unread: list[tuple[int, Any]] = []
 
     def fail(condition: str, message: str) -> str:
         return f'  if ({condition}) return tk_fail("{message}");'
@@ -161,12 +160,7 @@ def _entry(function: Any, dtypes: list[str], text: str) -> str:
         tensors[name] = i
         lines.append(f"  DLTensor* t{i} = tk_tensor(args + {i});")
         if name not in used:
-            # an argument that this variant does not read: absent, or only a carrier of sizes
-            lines += [
-                f"  const int64_t {s.name} = t{i} ? t{i}->shape[{k}] : 0;"
-                for k, s in enumerate(buffer.shape)
-                if isinstance(s, tvm.tirx.Var) and s.name in used and s.name not in declared | bound and not bound.add(s.name)
-            ]
+            unread.append((i, buffer))
             continue
         kind = f"t{i}->dtype.code != {dtype.code} || t{i}->dtype.bits != {dtype.bits} || t{i}->dtype.lanes != 1"
         lines += [
@@ -188,6 +182,13 @@ def _entry(function: Any, dtypes: list[str], text: str) -> str:
             strided = f"t{i}->strides && t{i}->shape[{k}] > 1 && t{i}->strides[{k}] != {step}"
             late.append(fail(strided, f"{name} must be contiguous"))
             step = f"{step} * t{i}->shape[{k}]"
+    # what this variant does not read may be absent, unless a size is known from it alone
+    for i, buffer in unread:
+        for k, extent in enumerate(buffer.shape):
+            if isinstance(extent, tvm.tirx.Var) and extent.name in used and extent.name not in bound:
+                bound.add(extent.name)
+                lines.append(fail(f"!t{i}", f"{buffer.name} must be a tensor: size {extent.name} is known from it alone"))
+                lines.append(f"  const int64_t {extent.name} = t{i}->shape[{k}];")
     pointers = {name: f"(char*)t{i}->data + t{i}->byte_offset" for name, i in tensors.items()}
     call = ", ".join(f"({kind})({pointers.get(name, name)})" for kind, name in params)
     return _ENTRY.format(body="\n".join(lines + late), call=call)

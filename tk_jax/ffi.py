@@ -15,6 +15,7 @@ import os
 import re
 import struct
 import subprocess
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ from tk_core.plan import Plan, Step
 from tk_jax import compat
 
 TARGET = "tk_kernels"
+
+_lock = threading.Lock()
 
 
 # ------------------------------------------------------------------ the dispatcher
@@ -71,9 +74,15 @@ def _dispatcher() -> Any:
     return tvm_ffi.load_module(str(path))
 
 
-@functools.cache
 def register(platform: str) -> None:
     """Register the target with XLA for "cpu" or "gpu"; done by itself when a program is lowered."""
+    # XLA refuses a second registration, and several threads may lower at once
+    with _lock:
+        _register(platform)
+
+
+@functools.cache
+def _register(platform: str) -> None:
     bridge = import_without_torch("jax_tvm_ffi")
     bridge.register_ffi_target(TARGET, _dispatcher()["call"], ["attrs.number", "args", "rets"], platform=platform, allow_cuda_graph=True)
 

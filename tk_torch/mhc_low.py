@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from tk_core.op import Op
-from tk_core.ops.mhc import apply_mix, expand, head_mix, post, sinkhorn, split_mixes
+from tk_core.ops.mhc import apply_mix, expand, head_mix, norm_fn, post, sinkhorn, split_mixes
 from tk_torch.library import bind
 
 __all__ = [
     "expand_to_mhc_bwd",
     "expand_to_mhc_fwd",
+    "mhc_fn_normw_merge_bwd",
+    "mhc_fn_normw_merge_fwd",
     "mhc_head_compute_mix_bwd",
     "mhc_head_compute_mix_fwd",
     "mhc_post_bwd",
@@ -25,6 +27,10 @@ __all__ = [
     "mhc_pre_apply_mix_fwd",
     "mhc_pre_split_mixes_bwd",
     "mhc_pre_split_mixes_fwd",
+    "mhc_prenorm_gemm_bwd",
+    "mhc_prenorm_gemm_fwd",
+    "mhc_reduce_partials_and_rmsnorm_bwd",
+    "mhc_reduce_partials_and_rmsnorm_fwd",
     "mhc_sinkhorn_bwd",
     "mhc_sinkhorn_fwd",
 ]
@@ -34,6 +40,13 @@ def _forward(op: Op, tensors: tuple, given: dict[str, Tensor], **attrs: object) 
     direction = bind(op).forward
     with torch.no_grad():
         return direction.run(tensors, direction.rule.attributes(attrs), direction.all, given)
+
+
+def _accumulate(op: Op, tensors: tuple, given: dict[str, Tensor], accumulators: tuple, **attrs: object) -> None:
+    """A forward rule whose last results are added to buffers."""
+    direction = bind(op).forward
+    with torch.no_grad():
+        direction.run((*tensors, *accumulators), direction.rule.attributes(attrs), direction.all, given)
 
 
 def _backward(op: Op, tensors: tuple, given: dict[str, Tensor], accumulators: tuple = (), **attrs: object) -> list[Tensor | None]:
@@ -189,3 +202,62 @@ def mhc_head_compute_mix_bwd(
     for partial, name in ((mhc_scale_grad_partial, "d_mhc_scale"), (mhc_base_grad_partial, "d_mhc_base")):
         partial.zero_()
         partial[0].copy_(named[name])
+
+
+def mhc_fn_normw_merge_fwd(fn: Tensor, normw: Tensor, out_fn: Tensor) -> None:
+    """Write fn * normw, row by row, to `out_fn` (J, K): the projection as `mhc_prenorm_gemm_fwd` takes it. All fp32."""
+    _forward(norm_fn.mhc_fn_normw_merge_fwd, (fn, normw), {"out_fn": out_fn})
+
+
+def mhc_fn_normw_merge_bwd(fn: Tensor, normw: Tensor, out_fn_grad: Tensor, fn_grad: Tensor, normw_grad: Tensor) -> None:
+    """Add the gradients of `mhc_fn_normw_merge_fwd` to `fn_grad` (J, K) and `normw_grad` (K,)."""
+    _accumulate(norm_fn.mhc_fn_normw_merge_bwd, (fn, normw, out_fn_grad), {}, (fn_grad, normw_grad))
+
+
+def mhc_prenorm_gemm_fwd(x: Tensor, fn: Tensor, out_mul_splitted: Tensor, sqrsum_splitted: Tensor, *, precision: str = "bf16x2") -> None:
+    """Write the products of `x` (T, K) bf16 with `fn` (J, K) fp32, and the sums of squares, in slices of the columns.
+
+    `out_mul_splitted` is (S, T, 1, J) and `sqrsum_splitted` (S, T, 1), fp32; their first axis says how many slices there are,
+    and K must be a multiple of 128 * S.
+    """
+    given = {"out_mul_splitted": out_mul_splitted, "sqrsum_splitted": sqrsum_splitted}
+    _forward(norm_fn.mhc_prenorm_gemm_fwd, (x, fn), given, n_splits=out_mul_splitted.shape[0], precision=precision)
+
+
+def mhc_prenorm_gemm_bwd(
+    out_mul_grad: Tensor, sqrsum_grad: Tensor, x: Tensor, fn: Tensor, x_grad: Tensor, fn_grad: Tensor, *, precision: str = "bf16x2"
+) -> None:
+    """Add the gradient of `x` to `x_grad` (T, K) bf16 and write that of `fn` to `fn_grad` (J, K) fp32.
+
+    `out_mul_grad` (T, 1, J) and `sqrsum_grad` (T, 1) are the gradients of the sums over the slices of `mhc_prenorm_gemm_fwd`.
+    """
+    tensors = (out_mul_grad, sqrsum_grad, x, fn)
+    _accumulate(norm_fn.mhc_prenorm_gemm_bwd, tensors, {"fn_grad": fn_grad}, (x_grad,), precision=precision)
+
+
+def mhc_reduce_partials_and_rmsnorm_fwd(
+    out_mul_splitted: Tensor,
+    sqrsum_splitted: Tensor,
+    out_mul: Tensor,
+    sqrsum: Tensor,
+    out: Tensor,
+    rms_group_size: int,
+    rms_eps: float,
+    n_splits: int,
+) -> None:
+    """Write the sums of the slices, `out_mul` (T, G, J) and `sqrsum` (T, G), and the normalized sum over groups, `out` (T, J).
+
+    Slices are (S, T, G, J) and (S, T, G), added in ascending order; the first `n_splits` of them count.
+    """
+    tensors = (out_mul_splitted[:n_splits], sqrsum_splitted[:n_splits])
+    given = {"out_mul": out_mul, "sqrsum": sqrsum, "out": out}
+    _forward(norm_fn.mhc_reduce_partials_and_rmsnorm_fwd, tensors, given, rms_group_size=rms_group_size, rms_eps=rms_eps)
+
+
+def mhc_reduce_partials_and_rmsnorm_bwd(
+    out_grad: Tensor, out_mul: Tensor, sqrsum: Tensor, out_mul_grad: Tensor, sqrsum_grad: Tensor, rms_group_size: int, rms_eps: float
+) -> None:
+    """Write the gradients (T, G, J) and (T, G) of the sums that `mhc_reduce_partials_and_rmsnorm_fwd` normalizes."""
+    given = {"out_mul_grad": out_mul_grad, "sqrsum_grad": sqrsum_grad}
+    tensors = (out_grad, out_mul, sqrsum)
+    _forward(norm_fn.mhc_reduce_partials_and_rmsnorm_bwd, tensors, given, rms_group_size=rms_group_size, rms_eps=rms_eps)
