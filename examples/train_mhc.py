@@ -81,9 +81,8 @@ def main() -> int:
     weights = initial_weights(config, args.seed)
     count = sum(w.size for w in weights.values())
     rates = args.rate * np.minimum(1, np.arange(1, args.steps + 1) / 20)
-    print(
-        f"{count:,} parameters, {config.layers} layers of {config.hidden}, n = {config.streams}, Sinkhorn {config.sinkhorn}; {len(text):,} bytes of text"
-    )
+    shape = f"{config.layers} layers of {config.hidden}, n = {config.streams}, Sinkhorn {config.sinkhorn}"
+    print(f"{count:,} parameters, {shape}; {len(text):,} bytes of text")
     print(f"{args.steps} steps of {args.batch} x {config.length} bytes on {device}; torch {torch.__version__}, jax {jax.__version__}")
 
     runs = {

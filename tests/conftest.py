@@ -1,6 +1,7 @@
 """Every fresh torch tensor is filled with NaN, eight CPU devices stand in for a mesh, and the kernel cache is the user's."""
 
 import os
+import sys
 
 import pytest
 
@@ -26,6 +27,14 @@ def poison():
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    """Tests of one parametrized body share its code object; each begins without compiled graphs."""
+    yield
+    if torch is not None and "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(params=["torch", "jax"])

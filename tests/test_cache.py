@@ -24,7 +24,9 @@ print(stats["compiles"], stats["loads"])
 
 def run(code, folder, **kwargs):
     env = {**os.environ, "TK_CACHE_DIR": str(folder), **kwargs.pop("env", {})}
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
 
 
 def finish(process):

@@ -56,7 +56,8 @@ def test_compile_ahead_of_time_for_cpu_and_gpu_then_list_show_and_clear(tmp_path
     assert done.returncode == 0, done.stderr
     assert "2 kernels for c: 2 compiled, 0 there already, 0 failed" in done.stdout
     assert "2 kernels for c: 0 compiled, 2 there already" in cli("compile", "expand_to_mhc", "--hidden", "256", **env).stdout
-    code = "import torch, tk_core; from tk_torch import mhc; mhc.expand_to_mhc(torch.zeros(3, 256).bfloat16(), 4); print(tk_core.stats()['compiles'])"
+    code = "import torch, tk_core; from tk_torch import mhc; mhc.expand_to_mhc(torch.zeros(3, 256).bfloat16(), 4)"
+    code += "; print(tk_core.stats()['compiles'])"
     warm = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, check=True)
     assert warm.stdout.strip() == "0"
     listing = cli("cache", "list", **env).stdout

@@ -90,9 +90,7 @@ def test_numpy_arrays_go_through_the_kernels():
 def test_several_results_come_back_as_a_tuple():
     mixes = np.zeros((5, 24), np.float32)
     scale, base = np.ones(3, np.float32), np.zeros(24, np.float32)
-    pre, post, comb = tk_core.call(
-        "mhc_pre_split_mixes", mixes, scale, base, mhc_mult=4, mhc_post_mult_value=2.0, mhc_pre_eps=0.25
-    )
+    pre, post, comb = tk_core.call("mhc_pre_split_mixes", mixes, scale, base, mhc_mult=4, mhc_post_mult_value=2.0, mhc_pre_eps=0.25)
     assert pre.shape == post.shape == (5, 4, 1)
     assert comb.shape == (5, 4, 4)
     assert (pre == 0.75).all()

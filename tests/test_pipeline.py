@@ -68,7 +68,9 @@ def test_forward_is_the_same_with_and_without_gradients_and_in_both_frameworks(w
     theirs = jax_mhc.mhc_head(residual, *args, norm_weight=head["norm_weight"])
     assert same_bits(Torch().numpy(ours), np.asarray(theirs))
     padded = np.concatenate([args[0], np.ones((20, N * H), np.float32)])
-    assert torch.equal(mhc.mhc_head(tensor(residual), tensor(padded), *map(tensor, args[1:]), norm_weight=tensor(head["norm_weight"])), ours)
+    assert torch.equal(
+        mhc.mhc_head(tensor(residual), tensor(padded), *map(tensor, args[1:]), norm_weight=tensor(head["norm_weight"])), ours
+    )
 
 
 def chain(F, residual, layers, head, options, sublayer):

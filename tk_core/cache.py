@@ -59,15 +59,13 @@ def trusted_root() -> Path | None:
 
 
 def _check_trust(folder: Path) -> None:
-    info = folder.stat()
+    info, refuse = folder.stat(), "refusing to load code from it"
     if info.st_uid not in (os.getuid(), 0):
-        raise CacheError(
-            f"kernel cache {folder} belongs to user {info.st_uid}, not to {os.getuid()} or root: refusing to load code from it (set TK_CACHE_DIR)"
-        )
+        owner = f"user {info.st_uid}, not to {os.getuid()} or root"
+        raise CacheError(f"kernel cache {folder} belongs to {owner}: {refuse} (set TK_CACHE_DIR)")
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise CacheError(
-            f"kernel cache {folder} is writable by others (mode {stat.S_IMODE(info.st_mode):o}): refusing to load code from it (chmod go-w, or set TK_CACHE_DIR)"
-        )
+        mode = f"{stat.S_IMODE(info.st_mode):o}"
+        raise CacheError(f"kernel cache {folder} is writable by others (mode {mode}): {refuse} (chmod go-w, or set TK_CACHE_DIR)")
 
 
 @functools.cache

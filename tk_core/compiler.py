@@ -26,10 +26,10 @@ from tk_core.ffi import tvm_ffi
 
 # -mtune=generic: full-width vectors where there are any. No fast math and no contraction: results are fixed bit by bit.
 # -fno-strict-aliasing: the generated code reinterprets through pointer casts.
-C_FLAGS = (
-    "-std=c++17 -O3 -march=native -mtune=generic -ffp-contract=off -fno-strict-aliasing -fno-math-errno "
-    "-fno-trapping-math -w -shared -fPIC -Wl,-z,now"
-).split()
+C_FLAGS = [
+    *("-std=c++17", "-O3", "-march=native", "-mtune=generic", "-shared", "-fPIC", "-Wl,-z,now", "-w"),
+    *("-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-fno-trapping-math"),
+]
 
 # Kernels without half-precision buffers need nothing of TileLang's large half header.
 _HALF_STUB = """#define HALF_HALF_HPP

@@ -232,7 +232,7 @@ def _c_reduce(a, out, kind, outer, n, lanes):
             acc[lane] = -T.infinity("float32") if kind == "max" else T.float32(0)
         for j in T.serial(n // lanes):
             for lane in T.serial(lanes):
-                acc[lane] = _combine(kind, acc[lane], a[src + (j * lanes + lane,)])
+                acc[lane] = _combine(kind, acc[lane], a[(*src, j * lanes + lane)])
         out[r] = acc[0]
         for lane in T.serial(lanes - 1):
             out[r] = _combine(kind, out[r], acc[lane + 1])

@@ -136,8 +136,7 @@ def text(found: dict[str, Any]) -> str:
             lines.append(f"  {'':20} mend with: {row['mend']}")
     lines.append("imports")
     lines += [f"  {name:20} {state}" for name, state in found["imports"].items()]
-    lines.append(
-        f"cache  {found['cache']['path']}: {found['cache'].get('entries', 0)} kernels, {found['cache'].get('bytes', 0):,} bytes, {found['cache']['state']}"
-    )
+    cache = found["cache"]
+    lines.append(f"cache  {cache['path']}: {cache.get('entries', 0)} kernels, {cache.get('bytes', 0):,} bytes, {cache['state']}")
     lines += [f"  {name}={value}" for name, value in found["environment"].items()]
     return "\n".join(lines)

@@ -29,7 +29,7 @@ class Kernel:
 
     __slots__ = ("calls", "name", "run", "title")
 
-    def __init__(self, name: str, title: str, run: Any):
+    def __init__(self, name: str, title: str, run: Any) -> None:
         self.name, self.title, self.run, self.calls = name, title, run, 0
 
 

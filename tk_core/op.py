@@ -37,6 +37,7 @@ class Arg(NamedTuple):
 
     @property
     def inner(self) -> tuple[str, ...]:
+        """The dimensions behind the rows."""
         return self.dims[1:] if self.rows else self.dims
 
     def __str__(self) -> str:
@@ -88,11 +89,13 @@ class Launch:
 
     @functools.cached_property
     def takes_has(self) -> bool:
+        """Whether the builder wants to know which arguments and results there are."""
         code = self.build.__code__
         return "has" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
     @property
     def title(self) -> str:
+        """What lists of kernels show."""
         return self.name or self.build.__name__
 
 
@@ -119,6 +122,7 @@ class Rule:
 
     @property
     def num_inputs(self) -> int:
+        """Arguments and accumulators."""
         return len(self.ins) + len(self.accumulates)
 
     def attributes(self, attrs: Mapping[str, Any]) -> tuple:
@@ -187,6 +191,7 @@ class Rule:
         return [self.type_of(name, env) for name in (self.outs if names is None else names)]
 
     def type_of(self, name: str, env: Env) -> tuple[tuple[int, ...], str]:
+        """(shape, dtype) of one tensor of the rule."""
         arg = self.outs.get(name) or self.work.get(name) or self.ins[name]
         lead = env["lead"] if arg.rows else ()
         return (*lead, *(evaluate(d, env) for d in arg.inner)), arg.dtype
@@ -227,10 +232,12 @@ class Op:
 
     @property
     def attrs(self) -> dict[str, Any]:
+        """Attributes and their defaults."""
         return self.forward.attrs
 
     @functools.cached_property
     def saved(self) -> tuple[str, ...]:
+        """Arguments and results that the gradient rule reads."""
         if self.backward is None:
             return ()
         known = self.forward.ins | self.forward.outs
@@ -243,6 +250,7 @@ class Op:
 
     @property
     def rules(self) -> tuple[Rule, ...]:
+        """The forward rule, and the backward rule where there is one."""
         return (self.forward,) if self.backward is None else (self.forward, self.backward)
 
     def public(self, values: Mapping[str, Any]) -> Any:

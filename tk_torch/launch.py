@@ -17,6 +17,9 @@ from tk_core.plan import Plan
 
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
+_empty = torch.empty
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+
 # Rows are part of a plan (not of a kernel), so the number of plans of a rule is bounded here.
 _MAX_PLANS = 4096
 
@@ -24,7 +27,7 @@ _MAX_PLANS = 4096
 class _TorchPlan:
     """A plan with torch's names: what `Runner.run` needs, and nothing to look up."""
 
-    __slots__ = ("allocate", "cuda", "device", "flat", "results", "size", "steps", "zeros")
+    __slots__ = ("allocate", "cuda", "device", "flat", "rest", "results", "steps", "zeros")
 
     def __init__(self, plan: Plan, device: torch.device, wanted: frozenset[str]) -> None:
         slots = {name: i for i, name in enumerate(plan.rule.slots)}
@@ -33,9 +36,9 @@ class _TorchPlan:
         self.allocate = tuple((slot, shape, getattr(torch, dtype)) for slot, shape, dtype in (*plan.outs, *plan.work))
         self.zeros = plan.zeros if not plan.steps else ()
         self.results = tuple(slots[name] if name in wanted else None for name in plan.rule.outs)
-        self.size = plan.num_slots - plan.num_inputs
+        self.rest = [None] * (plan.num_slots - plan.num_inputs)
         self.flat = plan.flat
-        self.steps = plan.steps
+        self.steps = tuple((step.kernel, step.gather, step.scalars) for step in plan.steps)
 
 
 def types_of(tensors: Sequence[Tensor | None]) -> list[Type | None]:
@@ -50,6 +53,8 @@ def target_of(device: torch.device) -> str:
 
 def judge_tensors(rule: Rule, tensors: Sequence[Any]) -> None:
     """Every argument is a tensor, or None where the declaration allows it."""
+    if len(tensors) != len(rule.ins):
+        raise type_error(rule.name, "arguments", f"{len(rule.ins)} arrays ({', '.join(rule.ins)})", len(tensors))
     for arg, t in zip(rule.ins.values(), tensors, strict=True):
         if t is not None and not isinstance(t, Tensor):
             raise type_error(rule.name, arg.name, f"a {arg.dtype} array of shape {arg}", type(t).__name__)
@@ -69,6 +74,7 @@ class Runner:
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self.num_ins = len(rule.ins)
+        self._accumulates = bool(rule.accumulates)
         self._plans: dict[tuple, _TorchPlan] = {}
 
     def run(
@@ -95,23 +101,32 @@ class Runner:
                 if not t.is_contiguous() or t.data_ptr() & 15:
                     t = fast_layout(t)
             memory.append(t)
-        plan = self._plans.get(tuple(key)) or self._plan(tuple(key), tensors, values, wanted)
-        memory += [None] * plan.size
-        if self.rule.accumulates or given:
+        found = tuple(key)
+        plan = self._plans.get(found) or self._plan(found, tensors, values, wanted)
+        memory += plan.rest
+        if given or self._accumulates:
             self._place(plan, memory, tensors, values, given or {})
         device = plan.device
         for slot, shape, dtype in plan.allocate:
             if memory[slot] is None:
-                memory[slot] = torch.empty(shape, dtype=dtype, device=device)
+                memory[slot] = _empty(shape, dtype=dtype, device=device)
         for slot in plan.zeros:
             memory[slot].zero_()
         arrays = memory if plan.flat is None else _flatten(memory, plan.flat)
-        if plan.cuda is None or plan.cuda == torch._C._cuda_getDevice():
-            _launch(plan, arrays)
+        if plan.cuda is None or plan.cuda == _current_device():
+            for kernel, gather, scalars in plan.steps:
+                kernel.run(*gather(arrays), *scalars)
+                kernel.calls += 1
         else:
-            with torch.cuda.device(plan.cuda):
-                _launch(plan, arrays)
+            self._elsewhere(plan, arrays)
         return [None if slot is None else memory[slot] for slot in plan.results]
+
+    def _elsewhere(self, plan: _TorchPlan, arrays: list[Any]) -> None:
+        """Launch on a device that is not the current one, which is the current one again afterwards."""
+        with torch.cuda.device(plan.cuda):
+            for kernel, gather, scalars in plan.steps:
+                kernel.run(*gather(arrays), *scalars)
+                kernel.calls += 1
 
     def _plan(self, key: tuple, tensors: Sequence[Any], values: tuple, wanted: frozenset[str]) -> _TorchPlan:
         rule = self.rule
@@ -143,12 +158,6 @@ class Runner:
                 raise value_error(rule.name, name, f"device {plan.device}", t.device)
             _judge_layout(rule, name, t)
             memory[rule.slots.index(name)] = t
-
-
-def _launch(plan: _TorchPlan, arrays: list[Any]) -> None:
-    for step in plan.steps:
-        step.kernel.run(*step.gather(arrays), *step.scalars)
-        step.kernel.calls += 1
 
 
 def _flatten(memory: list[Any], flat: tuple) -> list[Any]:

@@ -25,6 +25,8 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _functorch_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._is_torch_function_mode_enabled
+_is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
 _forward_ad = torch.autograd.forward_ad
 
 
@@ -36,6 +38,13 @@ def _is_plain(tensors: Sequence[Any]) -> bool:
         if t is not None and (type(t) not in _PLAIN_TYPES or t.is_meta):
             return False
     return True
+
+
+def _any_requires_grad(tensors: Sequence[Any]) -> bool:
+    for t in tensors:
+        if t is not None and t.requires_grad:
+            return True
+    return False
 
 
 class Direction:
@@ -70,14 +79,12 @@ class Direction:
         self, tensors: Sequence[Any], values: tuple, mask: int, context: Any = None, given: dict[str, Tensor] | None = None
     ) -> list[Tensor | None]:
         """The results under every transform that torch may have put around the call."""
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return self._dispatch(tensors, values, mask)
         if _is_plain(tensors):
-            if torch.is_grad_enabled():
-                for t in tensors[: self.num_ins]:
-                    if t is not None and t.requires_grad:
-                        given = given or {}
-                        return list(self.eager_function.apply(values, mask, context, tuple(given), *tensors, *given.values()))
+            if _is_grad_enabled() and _any_requires_grad(tensors[: self.num_ins]):
+                given = given or {}
+                return list(self.eager_function.apply(values, mask, context, tuple(given), *tensors, *given.values()))
             return self.run(tensors, values, mask, given)
         if _functorch_active():
             return list(self.func_function.apply(values, mask, *tensors))
@@ -151,7 +158,7 @@ class Direction:
         if sharding.has_dtensor(tensors):
             sharding.register(self)
         ins = tensors[: self.num_ins]
-        needs = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in ins)
+        needs = _is_grad_enabled() and any(t is not None and t.requires_grad for t in ins)
         # duals of forward mode go through the Function as well: it refuses them instead of dropping them
         if needs or _forward_ad._current_level >= 0:
             outs = self.eager_function.apply(values, mask, None, (), *tensors)
@@ -165,7 +172,7 @@ class Direction:
 
     def below(self, tensors: Sequence[Any], values: tuple, mask: int, given: dict[str, Tensor] | None) -> list[Tensor | None]:
         """What a Function's forward calls: kernels in plain eager, the operator below autograd elsewhere."""
-        if not torch.compiler.is_compiling() and _is_plain(tensors):
+        if not _is_compiling() and _is_plain(tensors):
             return self.run(tensors, values, mask, given)
         return self._unpack(self.below_autograd(self._pack(tensors, values, mask)), mask)
 
@@ -255,7 +262,7 @@ def _eager_function(direction: Direction) -> type[torch.autograd.Function]:
 
     def forward(ctx: Any, values: tuple, mask: int, context: Any, names: tuple[str, ...], *tensors: Any) -> Any:
         given = dict(zip(names, tensors[num_tensors:], strict=True))
-        if torch.compiler.is_compiling() or not _is_plain(tensors):
+        if _is_compiling() or not _is_plain(tensors):
             ready: Sequence[Any] = tensors[:num_tensors]
         else:
             # layout copies are made before saving, so that the backward pass need not make them again
@@ -337,11 +344,13 @@ class TorchOp:
 
     def __init__(self, op: Op) -> None:
         self.op = op
+        self.num_ins = len(op.forward.ins)
         self.backward = Direction(op.backward, Gradient(op.name)) if op.backward is not None else None
         gradient = RuleGradient(op, self.backward) if self.backward is not None else Gradient(op.name)
         self.forward = Direction(op.forward, gradient)
         self.public = [i for i, name in enumerate(op.forward.outs) if name in op.returns]
         self.num_public = len(self.public)
+        self.everything = self.forward.masks[self.forward.all]
         self.defaults = op.forward.attributes({})
         self._known: dict[tuple, tuple] = {}
 
@@ -360,16 +369,22 @@ class TorchOp:
         """
         values = self.attributes(attrs) if attrs else self.defaults
         forward = self.forward
-        if forward.carried:
-            tensors = (*tensors, *map((accumulators or {}).get, forward.carried))
         if out is not None:
-            return self._into(tensors, values, context, out)
-        outs = forward.call(tensors, values, forward.all, context)
+            return self._into(self._carrying(tensors, accumulators), values, context, out)
+        if not _is_compiling() and _is_plain(tensors) and not (_is_grad_enabled() and _any_requires_grad(tensors)):
+            # the shortest way to the kernels; `call` would end there as well
+            outs = forward.runner.run(tensors, values, self.everything)
+        else:
+            outs = forward.call(self._carrying(tensors, accumulators), values, forward.all, context)
         return outs[self.public[0]] if self.num_public == 1 else tuple(outs[i] for i in self.public)
+
+    def _carrying(self, tensors: tuple, accumulators: dict[str, Tensor] | None) -> tuple:
+        """The arguments, and the buffers for gradients that go along with them."""
+        return (*tensors, *map((accumulators or {}).get, self.forward.carried)) if self.forward.carried else tensors
 
     def attributes(self, attrs: dict[str, Any]) -> tuple:
         """Judged attributes in order; remembered, except where the tracer would see the memory change."""
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return self.op.forward.attributes(attrs)
         key = tuple(attrs.items())
         try:
@@ -387,8 +402,8 @@ class TorchOp:
         for name, t in out.items():
             if not isinstance(t, Tensor):
                 raise type_error(self.op.name, name, "an array to write to", type(t).__name__)
-        if not torch.compiler.is_compiling() and _is_plain((*tensors, *out.values())):
-            if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        if not _is_compiling() and _is_plain((*tensors, *out.values())):
+            if _is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
                 self._judge_overlap(tensors, out)
             outs = forward.call(tensors, values, forward.all, context, out)
         else:

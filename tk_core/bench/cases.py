@@ -34,7 +34,10 @@ class Case:
 
     def variants(self) -> list[Case]:
         """The case itself, and the same with other attributes or absent arguments."""
-        others = [replace(self, **{k: v for k, v in other.items() if k != "attrs"}, attrs={**self.attrs, **other.get("attrs", {})}) for other in self.alternatives]
+        others = [
+            replace(self, **{k: v for k, v in other.items() if k != "attrs"}, attrs={**self.attrs, **other.get("attrs", {})})
+            for other in self.alternatives
+        ]
         return [self, *others]
 
     def env(self, hidden: int, streams: int = 4) -> dict[str, Any]:
@@ -50,6 +53,7 @@ class Case:
 
 
 _PRE = {"M": "n * (n + 2)"}
+_PARTS = {"J": "n * (n + 2)", "K": "n * H", "G": "1", "S": "2", "T": "3"}
 CASES: dict[str, Case] = {
     case.op: case
     for case in (
@@ -87,6 +91,12 @@ CASES: dict[str, Case] = {
         ),
         Case("mhc_post", forward_bytes="T*((2*n+1)*2*H + 4*n + 4*n*n)", backward_bytes="T*((3*n+2)*2*H + 8*(n+n*n))"),
         Case("mhc_head_compute_mix", {"mhc_pre_eps": 1e-2}, forward_bytes="8*n*T", backward_bytes="12*n*T"),
+        Case("mhc_fn_normw_merge_fwd", sizes=_PARTS),
+        Case("mhc_fn_normw_merge_bwd", sizes=_PARTS),
+        Case("mhc_prenorm_gemm_fwd", {"n_splits": 2}, sizes=_PARTS),
+        Case("mhc_prenorm_gemm_bwd", sizes=_PARTS),
+        Case("mhc_reduce_partials_and_rmsnorm_fwd", {"rms_group_size": 1024}, sizes=_PARTS),
+        Case("mhc_reduce_partials_and_rmsnorm_bwd", {"rms_group_size": 1024}, sizes=_PARTS),
     )
 }
 
