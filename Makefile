@@ -16,7 +16,8 @@ demo: $(VENV)/.ready
 	$(BIN)/python examples/train_mhc.py $(ARGS)
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	@if nvidia-smi -L > /dev/null 2>&1; then $(MAKE) test-gpu PYTHON=$(BIN)/python; fi
 
 # The oldest JAX that is supported, in an environment without torch and without TileLang: kernels come from the cache
 # that `make test` has filled.

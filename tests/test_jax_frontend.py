@@ -1,10 +1,5 @@
 """The JAX front end: values, gradients, vmap, the other transformations, errors. What the integrator's tests of parity do not see."""
 
-import os
-
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import itertools
 
 import jax

@@ -1,10 +1,5 @@
 """Rows spread over eight devices: right values, and the collectives that the compiled program holds, counted."""
 
-import os
-
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import re
 
 import jax

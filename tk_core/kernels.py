@@ -209,4 +209,7 @@ def _load_cuda_runtime() -> None:
     spec = util.find_spec("tilelang")
     if spec is None or spec.origin is None:
         raise CompileError("CUDA kernels need the runtime library of the tilelang wheel: pip install --no-deps tilelang==" + TILELANG)
-    ctypes.CDLL(os.path.join(os.path.dirname(spec.origin), "lib", "libtvm_runtime.so"), ctypes.RTLD_GLOBAL)
+    folder = os.path.join(os.path.dirname(spec.origin), "lib")
+    # the second one makes the descriptors of bulk tensor copies
+    for library in ("libtvm_runtime.so", "libtilelang.so"):
+        ctypes.CDLL(os.path.join(folder, library), ctypes.RTLD_GLOBAL)
