@@ -1,4 +1,4 @@
-"""The JAX front end: values, gradients, vmap, the other transformations, errors. What the integrator's tests of parity do not see."""
+"""The JAX front end: values, gradients, vmap, the other transformations, errors."""
 
 import itertools
 
