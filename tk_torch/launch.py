@@ -35,8 +35,8 @@ class _TorchPlan:
         self.cuda = device.index if device.type == "cuda" else None
         self.allocate = tuple((slot, shape, getattr(torch, dtype)) for slot, shape, dtype in (*plan.outs, *plan.work))
         self.zeros = plan.zeros if not plan.steps else ()
-        self.results = tuple(slots[name] if name in wanted else None for name in plan.rule.outs)
-        self.rest = [None] * (plan.num_slots - plan.num_inputs)
+        self.results = tuple(slots[name] if name in wanted else -1 for name in plan.rule.outs)
+        self.rest = [None] * plan.num_slots
         self.flat = plan.flat
         self.steps = tuple((step.kernel, step.gather, step.scalars) for step in plan.steps)
 
@@ -80,16 +80,24 @@ class Runner:
     def run(
         self, tensors: Sequence[Tensor | None], values: tuple, wanted: frozenset[str], given: Mapping[str, Tensor] | None = None
     ) -> list[Tensor | None]:
+        """Execute the rule; the results in its order, None for those that are not wanted. Arguments as in `execute`."""
+        memory, results = self.execute(tensors, values, wanted, given)
+        return [memory[slot] for slot in results]
+
+    def execute(
+        self, tensors: Sequence[Tensor | None], values: tuple, wanted: frozenset[str], given: Mapping[str, Tensor] | None = None
+    ) -> tuple[list[Tensor | None], tuple[int, ...]]:
         """Execute the rule.
 
         Args:
-            tensors: its arguments and then its accumulators, None where absent.
+            tensors: its arguments and then its accumulators, None where absent; accumulators may be left out.
             values: its attributes in order.
             wanted: the results to compute.
             given: results that the caller provides, by name.
 
         Returns:
-            The results in the rule's order, None for those that are not wanted.
+            Every tensor of the call by slot, arguments first, in the layout in which the kernels took them; and the slots of
+            the results in the rule's order, that of the last, which is None, for those that are not wanted.
         """
         key: list[Any] = [wanted, values]
         memory: list[Any] = []
@@ -103,7 +111,7 @@ class Runner:
             memory.append(t)
         found = tuple(key)
         plan = self._plans.get(found) or self._plan(found, tensors, values, wanted)
-        memory += plan.rest
+        memory += plan.rest[len(memory) :]
         if given or self._accumulates:
             self._place(plan, memory, tensors, values, given or {})
         device = plan.device
@@ -119,7 +127,7 @@ class Runner:
                 kernel.calls += 1
         else:
             self._elsewhere(plan, arrays)
-        return [None if slot is None else memory[slot] for slot in plan.results]
+        return memory, plan.results
 
     def _elsewhere(self, plan: _TorchPlan, arrays: list[Any]) -> None:
         """Launch on a device that is not the current one, which is the current one again afterwards."""

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tk_core.errors import type_error, value_error
-from tk_core.op import Arg, Op, Rule
+from tk_core.op import Op, Rule
 from tk_torch import launch, sharding
+from tk_torch.functions import Gradient, RuleGradient, eager_function, functional_function
 
 _library = torch.library.Library("tk", "FRAGMENT")
 _SCHEMA_TYPES = {int: "int", float: "float", str: "str", bool: "bool"}
@@ -30,7 +31,7 @@ _is_compiling = torch.compiler.is_compiling
 _forward_ad = torch.autograd.forward_ad
 
 
-def _is_plain(tensors: Sequence[Any]) -> bool:
+def is_plain(tensors: Sequence[Any]) -> bool:
     """Whether a call is an ordinary eager one, so that nothing but autograd has to see it."""
     if _functorch_active() or _dispatch_modes() or _function_modes() or _forward_ad._current_level >= 0:
         return False
@@ -67,8 +68,8 @@ class Direction:
         self.selective = any(arg.optional for arg in rule.outs.values())
         self.runner = launch.Runner(rule)
         self.masks = {mask: frozenset(n for i, n in enumerate(rule.outs) if mask >> i & 1) for mask in range(1 << len(rule.outs))}
-        self.eager_function = _eager_function(self)
-        self.func_function = _func_function(self)
+        self.eager_function = eager_function(self)
+        self.func_function = functional_function(self)
         self.operator = self._register()
 
     def run(self, tensors: Sequence[Any], values: tuple, mask: int, given: dict[str, Tensor] | None = None) -> list[Tensor | None]:
@@ -81,10 +82,10 @@ class Direction:
         """The results under every transform that torch may have put around the call."""
         if _is_compiling():
             return self._dispatch(tensors, values, mask)
-        if _is_plain(tensors):
+        if is_plain(tensors):
             if _is_grad_enabled() and _any_requires_grad(tensors[: self.num_ins]):
                 given = given or {}
-                return list(self.eager_function.apply(values, mask, context, tuple(given), *tensors, *given.values()))
+                return list(self.eager_function.apply(True, values, mask, context, tuple(given), *tensors, *given.values()))
             return self.run(tensors, values, mask, given)
         if _functorch_active():
             return list(self.func_function.apply(values, mask, *tensors))
@@ -161,7 +162,7 @@ class Direction:
         needs = _is_grad_enabled() and any(t is not None and t.requires_grad for t in ins)
         # duals of forward mode go through the Function as well: it refuses them instead of dropping them
         if needs or _forward_ad._current_level >= 0:
-            outs = self.eager_function.apply(values, mask, None, (), *tensors)
+            outs = self.eager_function.apply(False, values, mask, None, (), *tensors)
             return self._results(outs, next(t for t in tensors if t is not None))
         return self.below_autograd(args)
 
@@ -170,170 +171,9 @@ class Direction:
         with torch._C._AutoDispatchBelowAutograd():
             return self.operator(*args)
 
-    def below(self, tensors: Sequence[Any], values: tuple, mask: int, given: dict[str, Tensor] | None) -> list[Tensor | None]:
-        """What a Function's forward calls: kernels in plain eager, the operator below autograd elsewhere."""
-        if not _is_compiling() and _is_plain(tensors):
-            return self.run(tensors, values, mask, given)
+    def below(self, tensors: Sequence[Any], values: tuple, mask: int) -> list[Tensor | None]:
+        """What a Function's forward calls where the dispatcher is at work: the operator below autograd."""
         return self._unpack(self.below_autograd(self._pack(tensors, values, mask)), mask)
-
-
-class Gradient:
-    """What a rule's Functions do in the backward pass; this one refuses."""
-
-    carried: tuple[str, ...] = ()
-    carried_args: tuple[Arg, ...] = ()
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any], values: tuple, context: Any) -> None:
-        """Keep what `backward` needs."""
-
-    def backward(self, ctx: Any, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Gradients of the tensors of the call."""
-        raise RuntimeError(f"{self.name}: double backward is not implemented")
-
-
-class RuleGradient(Gradient):
-    """The backward rule of an operation, read off the names of its declaration."""
-
-    def __init__(self, op: Op, backward: Direction) -> None:
-        super().__init__(op.name)
-        self.op = op
-        self.rule = backward.rule
-        self.carried = backward.rule.accumulates
-        self.carried_args = tuple(backward.rule.outs[name] for name in self.carried)
-        self.backward_direction = backward
-        self.names = (*op.forward.ins, *op.forward.outs)
-        self.saved = [self.names.index(name) for name in op.saved]
-        self.private = [i for i, name in enumerate(op.forward.outs) if name not in op.returns]
-        outs = list(op.forward.outs)
-        self.cotangents = [outs.index(name) for name in op.cotangents]
-        self.gradient_of = {name.removeprefix("d_"): i for i, name in enumerate(backward.rule.outs)}
-        self.order = [self.gradient_of.get(name) for name in op.forward.ins]
-        self.cotangent_first = [name in op.saved for name in backward.rule.ins]
-
-    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any], values: tuple, context: Any) -> None:
-        """Save the tensors that the backward rule names."""
-        ctx.save_for_backward(*((*tensors, *outs)[i] for i in self.saved))
-        ctx.values = values
-        ctx.context = context
-        ctx.set_materialize_grads(False)
-        if self.private:
-            ctx.mark_non_differentiable(*(outs[i] for i in self.private))
-
-    def backward(self, ctx: Any, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Run the backward rule for the gradients that somebody needs."""
-        needs = ctx.needs_input_grad[-len(self.order) - ctx.num_extra : len(ctx.needs_input_grad) - ctx.num_extra]
-        mask = sum(1 << i for need, i in zip(needs, self.order, strict=True) if need and i is not None)
-        given = [cotangents[i] for i in self.cotangents]
-        if not mask or all(g is None for g in given):
-            return [None] * len(self.order)
-        saved, incoming = iter(ctx.saved_tensors), iter(given)
-        ins = [next(saved) if is_saved else next(incoming) for is_saved in self.cotangent_first]
-        accumulators = self._accumulators(ctx, mask)
-        outs = self.backward_direction.call([*ins, *accumulators], ctx.values, mask)
-        outs = [None if acc is not None else t for t, acc in zip(outs, self._by_result(accumulators), strict=True)]
-        return [None if i is None else outs[i] for i in self.order]
-
-    def _accumulators(self, ctx: Any, mask: int) -> list[Tensor | None]:
-        """Buffers to add gradients to: those of the forward call, and what `context(saved)` finds when the gradient is due."""
-        names = self.rule.accumulates
-        if not names:
-            return []
-        found = ctx.carried
-        if ctx.context is not None:
-            found = {**found, **ctx.context(dict(zip(self.op.saved, ctx.saved_tensors, strict=True)))}
-        outs = list(self.rule.outs)
-        return [found.get(name) if mask >> outs.index(name) & 1 else None for name in names]
-
-    def _by_result(self, accumulators: list[Tensor | None]) -> list[Tensor | None]:
-        found = dict(zip(self.rule.accumulates, accumulators, strict=True))
-        return [found.get(name) for name in self.rule.outs]
-
-
-# ------------------------------------------------------------------ the two Functions of a direction
-
-
-def _eager_function(direction: Direction) -> type[torch.autograd.Function]:
-    """For plain eager and for the Autograd key: the form with the least overhead."""
-    gradient = direction.gradient
-    num_ins, num_tensors = len(direction.rule.ins), direction.num_tensors
-
-    def forward(ctx: Any, values: tuple, mask: int, context: Any, names: tuple[str, ...], *tensors: Any) -> Any:
-        given = dict(zip(names, tensors[num_tensors:], strict=True))
-        if _is_compiling() or not _is_plain(tensors):
-            ready: Sequence[Any] = tensors[:num_tensors]
-        else:
-            # layout copies are made before saving, so that the backward pass need not make them again
-            launch.judge_tensors(direction.rule, tensors[:num_ins])
-            ready = [*map(launch.fast_layout, tensors[:num_ins]), *tensors[num_ins:num_tensors]]
-        outs = direction.below(ready, values, mask, given)
-        ctx.num_extra = len(tensors) - num_ins
-        gradient.save(ctx, ready[:num_ins], outs, values, context)
-        ctx.carried = dict(zip(direction.carried, ready[num_ins:], strict=False))
-        if given:
-            ctx.mark_dirty(*given.values())
-        return tuple(outs)
-
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        return None, None, None, None, *gradient.backward(ctx, cotangents), *(None,) * ctx.num_extra
-
-    members = {"forward": forward, "backward": backward, "jvp": _refuse_jvp(direction)}
-    return type(direction.rule.name, (torch.autograd.Function,), {k: staticmethod(f) for k, f in members.items()})
-
-
-def _refuse_jvp(direction: Direction) -> Callable[..., Any]:
-    def jvp(*_: Any) -> Any:
-        raise RuntimeError(f"{direction.rule.name}: forward mode is not implemented")
-
-    return jvp
-
-
-def _func_function(direction: Direction) -> type[torch.autograd.Function]:
-    """For torch.func: outputs are saved in setup_context, and the vmap rule calls the direction again."""
-    gradient = direction.gradient
-    num_ins = len(direction.rule.ins)
-
-    def forward(values: tuple, mask: int, *tensors: Any) -> Any:
-        return tuple(direction.call(tensors, values, mask))
-
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        values, _, *tensors = inputs
-        ctx.num_extra = len(tensors) - num_ins
-        gradient.save(ctx, tensors[:num_ins], output, values, None)
-        ctx.carried = {}
-
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        return None, None, *gradient.backward(ctx, cotangents), *(None,) * ctx.num_extra
-
-    def vmap(info: Any, in_dims: tuple, values: tuple, mask: int, *tensors: Any) -> Any:
-        return _vmap(direction, info.batch_size, in_dims[2:], values, mask, tensors)
-
-    members = {"forward": forward, "setup_context": setup_context, "backward": backward, "vmap": vmap, "jvp": _refuse_jvp(direction)}
-    return type(f"{direction.rule.name}_func", (torch.autograd.Function,), {k: staticmethod(f) for k, f in members.items()})
-
-
-def _vmap(direction: Direction, size: int, dims: Sequence[int | None], values: tuple, mask: int, tensors: Sequence[Any]) -> Any:
-    """One more leading axis where only row arguments are batched and results are rows; otherwise a loop over the batch."""
-    rule = direction.rule
-    args = [*rule.ins.values(), *(rule.outs[name] for name in rule.accumulates)]
-    tensors, dims = tensors[: len(args)], dims[: len(args)]
-    batched = [t is not None and d is not None for t, d in zip(tensors, dims, strict=True)]
-    rows_only = all(arg.rows or not b for arg, b in zip(args, batched, strict=True))
-    wanted = direction.masks[mask]
-    if rows_only and all(rule.outs[name].rows for name in wanted):
-        front = [_to_front(t, d, size) if t is not None and arg.rows else t for arg, t, d in zip(args, tensors, dims, strict=True)]
-        outs = direction.call(front, values, mask)
-    else:
-        each = ([t.select(d, i) if b else t for t, d, b in zip(tensors, dims, batched, strict=True)] for i in range(size))
-        results = [direction.call(one, values, mask) for one in each]
-        outs = [None if column[0] is None else torch.stack(column) for column in zip(*results, strict=True)]
-    return tuple(outs), tuple(None if t is None else 0 for t in outs)
-
-
-def _to_front(t: Tensor, dim: int | None, size: int) -> Tensor:
-    return t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
 
 
 # ------------------------------------------------------------------ one callable an operation
@@ -371,11 +211,13 @@ class TorchOp:
         forward = self.forward
         if out is not None:
             return self._into(self._carrying(tensors, accumulators), values, context, out)
-        if not _is_compiling() and _is_plain(tensors) and not (_is_grad_enabled() and _any_requires_grad(tensors)):
-            # the shortest way to the kernels; `call` would end there as well
-            outs = forward.runner.run(tensors, values, self.everything)
-        else:
+        if _is_compiling() or not is_plain(tensors):
             outs = forward.call(self._carrying(tensors, accumulators), values, forward.all, context)
+        elif _is_grad_enabled() and _any_requires_grad(tensors):
+            # here and below the shortest way, where `call` would lead as well
+            outs = forward.eager_function.apply(True, values, forward.all, context, (), *self._carrying(tensors, accumulators))
+        else:
+            outs = forward.runner.run(tensors, values, self.everything)
         return outs[self.public[0]] if self.num_public == 1 else tuple(outs[i] for i in self.public)
 
     def _carrying(self, tensors: tuple, accumulators: dict[str, Tensor] | None) -> tuple:
@@ -402,7 +244,7 @@ class TorchOp:
         for name, t in out.items():
             if not isinstance(t, Tensor):
                 raise type_error(self.op.name, name, "an array to write to", type(t).__name__)
-        if not _is_compiling() and _is_plain((*tensors, *out.values())):
+        if not _is_compiling() and is_plain((*tensors, *out.values())):
             if _is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
                 self._judge_overlap(tensors, out)
             outs = forward.call(tensors, values, forward.all, context, out)

@@ -1,0 +1,178 @@
+"""The autograd Functions of an operation, and the vmap rule: how a rule is differentiated and batched.
+
+Every rule has two Functions: one for plain eager and for the dispatcher's Autograd key, of the form with the least overhead,
+and one for torch.func, which saves in `setup_context` and has a vmap rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tk_core.op import Arg, Op
+
+if TYPE_CHECKING:
+    from tk_torch.library import Direction
+
+
+class Gradient:
+    """What a rule's Functions do in the backward pass; this one refuses."""
+
+    carried: tuple[str, ...] = ()
+    carried_args: tuple[Arg, ...] = ()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any]) -> None:
+        """Keep what `backward` needs."""
+
+    def backward(self, ctx: Any, cotangents: Sequence[Tensor | None], offset: int) -> Sequence[Tensor | None]:
+        """Gradients of the arguments, which begin at `offset` among those of the Function."""
+        raise RuntimeError(f"{self.name}: double backward is not implemented")
+
+
+class RuleGradient(Gradient):
+    """The backward rule of an operation, read off the names of its declaration."""
+
+    def __init__(self, op: Op, backward: Direction) -> None:
+        super().__init__(op.name)
+        rule = backward.rule
+        results = list(rule.outs)
+        self.direction = backward
+        self.saved_names = op.saved
+        # buffers that gradients may be added to: their names, declarations, and places among the gradients
+        self.carried = rule.accumulates
+        self.carried_args = tuple(rule.outs[name] for name in self.carried)
+        self.carried_at = tuple(results.index(name) for name in self.carried)
+        names, outs = [*op.forward.ins, *op.forward.outs], list(op.forward.outs)
+        self.saved = [names.index(name) for name in op.saved]
+        self.private = [i for i, name in enumerate(outs) if name not in op.returns]
+        # where the arguments of the backward rule come from: a saved tensor, or a cotangent
+        self.sources = [
+            (True, op.saved.index(name)) if name in op.saved else (False, outs.index(name.removeprefix("d_"))) for name in rule.ins
+        ]
+        self.cotangents = [i for is_saved, i in self.sources if not is_saved]
+        # for every argument the place of its gradient among the results, if it has one
+        self.order = [results.index(f"d_{name}") if f"d_{name}" in results else None for name in op.forward.ins]
+        self.bits = [(position, 1 << i) for position, i in enumerate(self.order) if i is not None]
+        self.nothing = [None] * len(self.order)
+
+    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any]) -> None:
+        """Save the tensors that the backward rule names."""
+        known = (*tensors, *outs)
+        ctx.save_for_backward(*[known[i] for i in self.saved])
+        ctx.set_materialize_grads(False)
+        if self.private:
+            ctx.mark_non_differentiable(*(outs[i] for i in self.private))
+
+    def backward(self, ctx: Any, cotangents: Sequence[Tensor | None], offset: int) -> Sequence[Tensor | None]:
+        """Run the backward rule for the gradients that somebody needs."""
+        mask, needs = 0, ctx.needs_input_grad
+        for position, bit in self.bits:
+            if needs[offset + position]:
+                mask |= bit
+        if not mask or all(cotangents[i] is None for i in self.cotangents):
+            return self.nothing
+        saved = ctx.saved_tensors
+        args = [saved[i] if is_saved else cotangents[i] for is_saved, i in self.sources]
+        buffers = self._buffers(ctx, saved, mask) if self.carried else []
+        outs = self.direction.call([*args, *buffers], ctx.values, mask)
+        for i, buffer in zip(self.carried_at, buffers, strict=True):
+            if buffer is not None:
+                outs[i] = None
+        return [None if i is None else outs[i] for i in self.order]
+
+    def _buffers(self, ctx: Any, saved: Sequence[Tensor], mask: int) -> list[Tensor | None]:
+        """Those of the forward call, and those that `context(saved)` finds when the gradient is due."""
+        found = ctx.carried
+        if ctx.context is not None:
+            found = {**found, **ctx.context(dict(zip(self.saved_names, saved, strict=True)))}
+        return [found.get(name) if mask >> i & 1 else None for name, i in zip(self.carried, self.carried_at, strict=True)]
+
+
+# Arguments of a Function before its tensors.
+_EAGER, _FUNCTIONAL = 5, 2
+
+
+def eager_function(direction: Direction) -> type[torch.autograd.Function]:
+    """For plain eager and for the Autograd key: apply(plain, values, mask, context, names, *tensors, *given)."""
+    gradient, runner, masks = direction.gradient, direction.runner, direction.masks
+    num_ins, num_inputs, num_tensors = direction.num_ins, direction.rule.num_inputs, direction.num_tensors
+
+    def forward(ctx: Any, plain: bool, values: tuple, mask: int, context: Any, names: tuple[str, ...], *tensors: Any) -> Any:
+        given = dict(zip(names, tensors[num_tensors:], strict=True)) if names else None
+        if plain:
+            # what is saved has the kernels' layout: the backward pass need not copy again
+            ready, results = runner.execute(tensors[:num_inputs], values, masks[mask], given)
+            outs = [ready[slot] for slot in results]
+        else:
+            ready, outs = tensors, direction.below(tensors[:num_tensors], values, mask)
+        ctx.values, ctx.context = values, context
+        ctx.carried = dict(zip(direction.carried, tensors[num_inputs:], strict=False)) if direction.carried else {}
+        gradient.save(ctx, ready[:num_ins], outs)
+        if given:
+            ctx.mark_dirty(*given.values())
+        return tuple(outs)
+
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        rest = len(ctx.needs_input_grad) - _EAGER - num_ins
+        return *(None,) * _EAGER, *gradient.backward(ctx, cotangents, _EAGER), *(None,) * rest
+
+    members = {"forward": forward, "backward": backward, "jvp": _refuse_jvp(direction)}
+    return type(direction.rule.name, (torch.autograd.Function,), {k: staticmethod(f) for k, f in members.items()})
+
+
+def functional_function(direction: Direction) -> type[torch.autograd.Function]:
+    """For torch.func: apply(values, mask, *tensors); buffers for gradients are not written there."""
+    gradient, num_ins = direction.gradient, direction.num_ins
+
+    def forward(values: tuple, mask: int, *tensors: Any) -> Any:
+        return tuple(direction.call(tensors, values, mask))
+
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        values, _, *tensors = inputs
+        ctx.values, ctx.context, ctx.carried = values, None, {}
+        gradient.save(ctx, tensors[:num_ins], output)
+
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        rest = len(ctx.needs_input_grad) - _FUNCTIONAL - num_ins
+        return *(None,) * _FUNCTIONAL, *gradient.backward(ctx, cotangents, _FUNCTIONAL), *(None,) * rest
+
+    def vmap(info: Any, in_dims: tuple, values: tuple, mask: int, *tensors: Any) -> Any:
+        return _vmap(direction, info.batch_size, in_dims[_FUNCTIONAL:], values, mask, tensors)
+
+    members = {"forward": forward, "setup_context": setup_context, "backward": backward, "vmap": vmap, "jvp": _refuse_jvp(direction)}
+    return type(f"{direction.rule.name}_func", (torch.autograd.Function,), {k: staticmethod(f) for k, f in members.items()})
+
+
+def _refuse_jvp(direction: Direction) -> Callable[..., Any]:
+    def jvp(*_: Any) -> Any:
+        raise RuntimeError(f"{direction.rule.name}: forward mode is not implemented")
+
+    return jvp
+
+
+def _vmap(direction: Direction, size: int, dims: Sequence[int | None], values: tuple, mask: int, tensors: Sequence[Any]) -> Any:
+    """One more leading axis where only row arguments are batched and results are rows; otherwise a loop over the batch."""
+    rule = direction.rule
+    args = [*rule.ins.values(), *(rule.outs[name] for name in rule.accumulates)]
+    tensors, dims = tensors[: len(args)], dims[: len(args)]
+    batched = [t is not None and d is not None for t, d in zip(tensors, dims, strict=True)]
+    rows_only = all(arg.rows or not b for arg, b in zip(args, batched, strict=True))
+    wanted = direction.masks[mask]
+    if rows_only and all(rule.outs[name].rows for name in wanted):
+        front = [_to_front(t, d, size) if t is not None and arg.rows else t for arg, t, d in zip(args, tensors, dims, strict=True)]
+        outs = direction.call(front, values, mask)
+    else:
+        each = ([t.select(d, i) if b else t for t, d, b in zip(tensors, dims, batched, strict=True)] for i in range(size))
+        results = [direction.call(one, values, mask) for one in each]
+        outs = [None if column[0] is None else torch.stack(column) for column in zip(*results, strict=True)]
+    return tuple(outs), tuple(None if t is None else 0 for t in outs)
+
+
+def _to_front(t: Tensor, dim: int | None, size: int) -> Tensor:
+    return t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
