@@ -286,3 +286,20 @@ def test_bad_arguments_raise_the_same_in_eager_and_in_fake_tensors(name):
             assert str(error.value) == texts[0]
     with pytest.raises(TypeError, match=f"{op.name}: nonsense: expected one of the attributes"):
         bound(*tensors, **attrs, nonsense=1)
+
+
+def test_autocast_leaves_the_documented_dtypes_alone():
+    op, (x, mix), _ = sample("mhc_pre_apply_mix", (3,), grad=True)
+    bound = bind(op)
+    want = bound(x, mix)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(bound(x, mix), want)
+        low = torch.ones(4, 4).bfloat16() @ torch.ones(4, 4)  # what autocast makes of a product is bf16
+        with pytest.raises(TypeError, match="mhc_pre_apply_mix: mix: expected dtype float32, got bfloat16"):
+            bound(x.detach(), low[:3, :, None])
+
+
+def test_wrong_number_of_arguments():
+    op, (x, _), _ = sample("mhc_pre_apply_mix", (3,))
+    with pytest.raises(TypeError, match=r"mhc_pre_apply_mix: arguments: expected 2 arrays \(x, mix\), got 1"):
+        bind(op)(x)
