@@ -7,7 +7,7 @@ and one for torch.func, which saves in `setup_context` and has a vmap rule.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,55 +75,91 @@ class RuleGradient(Gradient):
         for position, bit in self.bits:
             if needs[offset + position]:
                 mask |= bit
-        if not mask or all(cotangents[i] is None for i in self.cotangents):
+        if not mask or not any(cotangents[i] is not None for i in self.cotangents):
             return self.nothing
         saved = ctx.saved_tensors
         args = [saved[i] if is_saved else cotangents[i] for is_saved, i in self.sources]
-        buffers = self._buffers(ctx, saved, mask) if self.carried else []
-        outs = self.direction.call([*args, *buffers], ctx.values, mask)
-        for i, buffer in zip(self.carried_at, buffers, strict=True):
-            if buffer is not None:
-                outs[i] = None
+        buffers = self._buffers(ctx, saved, mask)
+        outs = self.direction.call(args if buffers is None else [*args, *buffers], ctx.values, mask)
+        if buffers is not None:
+            for i, buffer in zip(self.carried_at, buffers, strict=True):
+                if buffer is not None:
+                    outs[i] = None
         return [None if i is None else outs[i] for i in self.order]
 
-    def _buffers(self, ctx: Any, saved: Sequence[Tensor], mask: int) -> list[Tensor | None]:
-        """Those of the forward call, and those that `context(saved)` finds when the gradient is due."""
-        found = ctx.carried
-        if ctx.context is not None:
-            found = {**found, **ctx.context(dict(zip(self.saved_names, saved, strict=True)))}
-        return [found.get(name) if mask >> i & 1 else None for name, i in zip(self.carried, self.carried_at, strict=True)]
+    def _buffers(self, ctx: Any, saved: Sequence[Tensor], mask: int) -> list[Tensor | None] | None:
+        """Those of the forward call, and the one that its context finds now that the gradient is due; None without any."""
+        found, context = ctx.carried, ctx.context
+        if context is not None:
+            late = context.find(saved[context.saved_at])
+            if late is not None:
+                found = [late if i == context.carried_at else buffer for i, buffer in enumerate(found)]
+        if all(buffer is None for buffer in found):
+            return None
+        return [buffer if mask >> i & 1 else None for buffer, i in zip(found, self.carried_at, strict=True)]
+
+    def context(self, name: str, find: Callable[[Tensor], Tensor | None]) -> Context:
+        """For calls whose gradient of argument `name` goes to a buffer that is found only when it is due."""
+        return Context(find, self.saved_names.index(name), self.carried.index(f"d_{name}"))
+
+
+class Context(NamedTuple):
+    """`find(argument)` gives a buffer to add the argument's gradient to, or None; and which tensor and buffer that is."""
+
+    find: Callable[[Tensor], Tensor | None]
+    saved_at: int
+    carried_at: int
 
 
 # Arguments of a Function before its tensors.
-_EAGER, _FUNCTIONAL = 5, 2
+_EAGER, _FUNCTIONAL = 1, 2
 
 
-def eager_function(direction: Direction) -> type[torch.autograd.Function]:
-    """For plain eager and for the Autograd key: apply(plain, values, mask, context, names, *tensors, *given)."""
-    gradient, runner, masks = direction.gradient, direction.runner, direction.masks
-    num_ins, num_inputs, num_tensors = direction.num_ins, direction.rule.num_inputs, direction.num_tensors
+class Call(NamedTuple):
+    """What an eager Function is told beside its tensors: one argument, because each of them costs.
 
-    def forward(ctx: Any, plain: bool, values: tuple, mask: int, context: Any, names: tuple[str, ...], *tensors: Any) -> Any:
-        given = dict(zip(names, tensors[num_tensors:], strict=True)) if names else None
+    `plain`: nothing but autograd has to see the call; `names`: the results that the caller provides, whose tensors follow the
+    arguments; `carried`: buffers for gradients.
+    """
+
+    plain: bool
+    values: tuple
+    mask: int
+    context: Context | None
+    names: tuple[str, ...]
+    carried: tuple[Tensor | None, ...]
+
+
+def eager_function(direction: Direction) -> Callable[..., Any]:
+    """For plain eager and for the Autograd key: apply(call, *arguments, *given)."""
+    gradient, runner, masks, num_ins = direction.gradient, direction.runner, direction.masks, direction.num_ins
+    accumulates = direction.rule.num_inputs - num_ins
+
+    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
+        plain, values, mask, context, names, carried = call
+        given = dict(zip(names, tensors[num_ins:], strict=True)) if names else None
         if plain:
             # what is saved has the kernels' layout: the backward pass need not copy again
-            ready, results = runner.execute(tensors[:num_inputs], values, masks[mask], given)
+            inputs = (*tensors[:num_ins], *carried) if accumulates else tensors[:num_ins]
+            ready, results = runner.execute(inputs, values, masks[mask], given)
             outs = [ready[slot] for slot in results]
         else:
-            ready, outs = tensors, direction.below(tensors[:num_tensors], values, mask)
-        ctx.values, ctx.context = values, context
-        ctx.carried = dict(zip(direction.carried, tensors[num_inputs:], strict=False)) if direction.carried else {}
+            ready, outs = tensors, direction.below((*tensors[:num_ins], *carried), values, mask)
+        ctx.values, ctx.context, ctx.carried = values, context, carried
         gradient.save(ctx, ready[:num_ins], outs)
         if given:
             ctx.mark_dirty(*given.values())
         return tuple(outs)
 
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        grads = gradient.backward(ctx, cotangents, _EAGER)
         rest = len(ctx.needs_input_grad) - _EAGER - num_ins
-        return *(None,) * _EAGER, *gradient.backward(ctx, cotangents, _EAGER), *(None,) * rest
+        return (None, *grads, *(None,) * rest) if rest else (None, *grads)
 
     members = {"forward": forward, "backward": backward, "jvp": _refuse_jvp(direction)}
-    return type(direction.rule.name, (torch.autograd.Function,), {k: staticmethod(f) for k, f in members.items()})
+    function = type(direction.rule.name, (torch.autograd.Function,), {k: staticmethod(f) for k, f in members.items()})
+    # the C++ apply itself: the Python one around it looks for transforms of torch.func, which `is_plain` has excluded
+    return super(torch.autograd.Function, function).apply
 
 
 def functional_function(direction: Direction) -> type[torch.autograd.Function]:
@@ -135,7 +171,7 @@ def functional_function(direction: Direction) -> type[torch.autograd.Function]:
 
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         values, _, *tensors = inputs
-        ctx.values, ctx.context, ctx.carried = values, None, {}
+        ctx.values, ctx.context, ctx.carried = values, None, (None,) * len(gradient.carried)
         gradient.save(ctx, tensors[:num_ins], output)
 
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
@@ -160,7 +196,9 @@ def _vmap(direction: Direction, size: int, dims: Sequence[int | None], values: t
     """One more leading axis where only row arguments are batched and results are rows; otherwise a loop over the batch."""
     rule = direction.rule
     args = [*rule.ins.values(), *(rule.outs[name] for name in rule.accumulates)]
-    tensors, dims = tensors[: len(args)], dims[: len(args)]
+    # accumulators may have been left out, and buffers that are carried along do not concern the rule
+    concerned = min(len(args), len(tensors))
+    args, tensors, dims = args[:concerned], tensors[:concerned], dims[:concerned]
     batched = [t is not None and d is not None for t, d in zip(tensors, dims, strict=True)]
     rows_only = all(arg.rows or not b for arg, b in zip(args, batched, strict=True))
     wanted = direction.masks[mask]

@@ -17,7 +17,8 @@ from tk_core.plan import Plan
 
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
-_empty = torch.empty
+# with strides: torch.empty, which takes names and memory formats, costs twice as much
+_empty = torch.empty_strided
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 # Rows are part of a plan (not of a kernel), so the number of plans of a rule is bounded here.
@@ -33,12 +34,21 @@ class _TorchPlan:
         slots = {name: i for i, name in enumerate(plan.rule.slots)}
         self.device = device
         self.cuda = device.index if device.type == "cuda" else None
-        self.allocate = tuple((slot, shape, getattr(torch, dtype)) for slot, shape, dtype in (*plan.outs, *plan.work))
+        self.allocate = tuple((slot, shape, _strides(shape), getattr(torch, dtype)) for slot, shape, dtype in (*plan.outs, *plan.work))
         self.zeros = plan.zeros if not plan.steps else ()
         self.results = tuple(slots[name] if name in wanted else -1 for name in plan.rule.outs)
         self.rest = [None] * plan.num_slots
         self.flat = plan.flat
         self.steps = tuple((step.kernel, step.gather, step.scalars) for step in plan.steps)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
 
 
 def types_of(tensors: Sequence[Tensor | None]) -> list[Type | None]:
@@ -115,9 +125,9 @@ class Runner:
         if given or self._accumulates:
             self._place(plan, memory, tensors, values, given or {})
         device = plan.device
-        for slot, shape, dtype in plan.allocate:
+        for slot, shape, strides, dtype in plan.allocate:
             if memory[slot] is None:
-                memory[slot] = _empty(shape, dtype=dtype, device=device)
+                memory[slot] = _empty(shape, strides, dtype=dtype, device=device)
         for slot in plan.zeros:
             memory[slot].zero_()
         arrays = memory if plan.flat is None else _flatten(memory, plan.flat)

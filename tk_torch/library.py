@@ -18,7 +18,7 @@ from torch import Tensor
 from tk_core.errors import type_error, value_error
 from tk_core.op import Op, Rule
 from tk_torch import launch, sharding
-from tk_torch.functions import Gradient, RuleGradient, eager_function, functional_function
+from tk_torch.functions import Call, Context, Gradient, RuleGradient, eager_function, functional_function
 
 _library = torch.library.Library("tk", "FRAGMENT")
 _SCHEMA_TYPES = {int: "int", float: "float", str: "str", bool: "bool"}
@@ -61,6 +61,7 @@ class Direction:
         # buffers for gradients that ride along with a forward call, so that tracers see where the backward pass writes
         self.carried = gradient.carried
         self.carried_args = gradient.carried_args
+        self.nothing_carried = (None,) * (rule.num_inputs - len(rule.ins) + len(self.carried))
         self.num_ins = len(rule.ins)
         self.num_tensors = rule.num_inputs + len(self.carried)
         self.all = (1 << len(rule.outs)) - 1
@@ -68,7 +69,7 @@ class Direction:
         self.selective = any(arg.optional for arg in rule.outs.values())
         self.runner = launch.Runner(rule)
         self.masks = {mask: frozenset(n for i, n in enumerate(rule.outs) if mask >> i & 1) for mask in range(1 << len(rule.outs))}
-        self.eager_function = eager_function(self)
+        self.apply = eager_function(self)
         self.func_function = functional_function(self)
         self.operator = self._register()
 
@@ -85,7 +86,8 @@ class Direction:
         if is_plain(tensors):
             if _is_grad_enabled() and _any_requires_grad(tensors[: self.num_ins]):
                 given = given or {}
-                return list(self.eager_function.apply(True, values, mask, context, tuple(given), *tensors, *given.values()))
+                carried = tuple(tensors[self.num_ins :]) or self.nothing_carried
+                return list(self.apply(Call(True, values, mask, context, tuple(given), carried), *tensors[: self.num_ins], *given.values()))
             return self.run(tensors, values, mask, given)
         if _functorch_active():
             return list(self.func_function.apply(values, mask, *tensors))
@@ -162,7 +164,7 @@ class Direction:
         needs = _is_grad_enabled() and any(t is not None and t.requires_grad for t in ins)
         # duals of forward mode go through the Function as well: it refuses them instead of dropping them
         if needs or _forward_ad._current_level >= 0:
-            outs = self.eager_function.apply(False, values, mask, None, (), *tensors)
+            outs = self.apply(Call(False, values, mask, None, (), tuple(tensors[self.num_ins :]) or self.nothing_carried), *ins)
             return self._results(outs, next(t for t in tensors if t is not None))
         return self.below_autograd(args)
 
@@ -198,14 +200,15 @@ class TorchOp:
         self,
         *tensors: Any,
         accumulators: dict[str, Tensor] | None = None,
-        context: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
+        context: Context | None = None,
         out: dict[str, Tensor] | None = None,
         **attrs: Any,
     ) -> Any:
         """The public results.
 
         `accumulators` are buffers by gradient name that the backward pass adds to instead of returning a gradient;
-        `context(saved)` may name more of them when the (eager) gradient is due; `out` gives results to write to.
+        `context` (of `self.forward.gradient.context`) finds another one when the eager gradient is due; `out` gives results
+        to write to.
         """
         values = self.attributes(attrs) if attrs else self.defaults
         forward = self.forward
@@ -215,7 +218,8 @@ class TorchOp:
             outs = forward.call(self._carrying(tensors, accumulators), values, forward.all, context)
         elif _is_grad_enabled() and _any_requires_grad(tensors):
             # here and below the shortest way, where `call` would lead as well
-            outs = forward.eager_function.apply(True, values, forward.all, context, (), *self._carrying(tensors, accumulators))
+            carried = tuple(map(accumulators.get, forward.carried)) if accumulators else forward.nothing_carried
+            outs = forward.apply(Call(True, values, forward.all, context, (), carried), *tensors)
         else:
             outs = forward.runner.run(tensors, values, self.everything)
         return outs[self.public[0]] if self.num_public == 1 else tuple(outs[i] for i in self.public)

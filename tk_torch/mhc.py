@@ -48,21 +48,22 @@ _CHANNEL = (
 )
 
 
-def _residual_buffer(residual: Tensor, remove: bool) -> Tensor | None:
+def _residual_buffer(residual: Tensor) -> Tensor | None:
     """The gradient buffer that a caller has left on the residual's storage, shaped like the residual."""
-    storage = residual.untyped_storage()
-    buffer = getattr(storage, "grad_from_mhc_post", None)
-    if buffer is not None and remove:
-        del storage.grad_from_mhc_post
+    buffer = getattr(residual.untyped_storage(), "grad_from_mhc_post", None)
     return buffer if buffer is None else buffer.view(residual.shape)
 
 
-def _apply_mix_buffers(saved: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    return {"d_x": _residual_buffer(saved["x"], remove=False)}
+def _last_residual_buffer(residual: Tensor) -> Tensor | None:
+    """The same for the last gradient of a residual, which takes the buffer away."""
+    buffer = _residual_buffer(residual)
+    if buffer is not None:
+        del residual.untyped_storage().grad_from_mhc_post
+    return buffer
 
 
-def _norm_fn_buffers(saved: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    return {"d_residual": _residual_buffer(saved["residual"], remove=True)}
+_APPLY_MIX_CONTEXT = _apply_mix.forward.gradient.context("x", _residual_buffer)
+_NORM_FN_CONTEXT = _norm_fn.forward.gradient.context("residual", _last_residual_buffer)
 
 
 @documented(expand.expand_to_mhc, _OUT)
@@ -87,7 +88,7 @@ def mhc_pre_norm_fn(
         mhc_fn,
         mhc_norm_weight,
         accumulators={name: getattr(p, "main_grad", None) for name, p in parameters.items()},
-        context=_norm_fn_buffers if fuse_grad_acc else None,
+        context=_NORM_FN_CONTEXT if fuse_grad_acc else None,
         mhc_norm_eps=mhc_norm_eps,
         n_splits=n_splits,
         precision=precision,
@@ -110,7 +111,7 @@ def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor
 
 @documented(apply_mix.mhc_pre_apply_mix, _OUT + "\n\n    " + _CHANNEL)
 def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tensor:
-    return _apply_mix(x, mix, context=_apply_mix_buffers, out=None if out is None else {"out": out})
+    return _apply_mix(x, mix, context=_APPLY_MIX_CONTEXT, out=None if out is None else {"out": out})
 
 
 @documented(post.mhc_post, _OUT + " Without gradients it may be the residual itself.")

@@ -108,8 +108,24 @@ def line(row: dict[str, Any]) -> str:
     return text + (f"  peak {row['peak_mb']} MB" if row.get("peak_mb") is not None else "")
 
 
+def markdown(about: dict[str, Any], results: list[dict[str, Any]], host: list[dict[str, Any]]) -> str:
+    """The results as tables for a document."""
+    facts = ", ".join(f"{k} {v}" for k, v in about.items() if k != "meta")
+    header = ("operation", "", "rows x hidden", "us", "bytes, MB", "GB/s", "of a copy", "better peer, us", "ratio", "eager, us")
+    lines = [facts, "", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for r in results:
+        peer = f"{r['peer']}: {r['peer_us']}" if r.get("peer_us") else ""
+        size, share = f"{r['rows']} x {r['hidden']}", f"{r['of_copy']:.1%}"
+        cells = (f"`{r['op']}`", f"{r['direction']} {r['variant']}".strip(), size, r["us"], f"{r['bytes'] / 1e6:.1f}", r["gbps"], share)
+        lines.append("| " + " | ".join(map(str, (*cells, peer, r.get("ratio", ""), r.get("eager_us", "")))) + " |")
+    if host:
+        lines += ["", "| framework | host cost of one call, 8 rows | operation | us |", "|---|---|---|---|"]
+        lines += [f"| {r['framework']} | {r['what']} | `{r['op']}` | {r['us']} |" for r in host]
+    return "\n".join(lines) + "\n"
+
+
 def write(out: Path, about: dict[str, Any], results: list[dict[str, Any]], host: list[dict[str, Any]]) -> None:
-    """JSONL with everything, CSV with the table, one PNG a family."""
+    """JSONL with everything, CSV and Markdown with the table, one PNG a family."""
     out.mkdir(parents=True, exist_ok=True)
     lines = [about, *results, *({"host": True, **row} for row in host)]
     (out / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
@@ -117,6 +133,7 @@ def write(out: Path, about: dict[str, Any], results: list[dict[str, Any]], host:
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(results)
+    (out / "bench.md").write_text(markdown(about, results, host))
     try:
         from tk_core.bench import plots
     except ImportError:
