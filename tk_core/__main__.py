@@ -181,7 +181,7 @@ def _write_hip(todo: Sequence[Any], arch: str, out: Path) -> int:
     for number, job in enumerate(_progress(todo, len(todo), f"write {arch} sources")):
         path = out / f"{job.rule.name}.{job.launch.title}.{number}.hip"
         try:
-            path.write_text(f"// {job.title()}\n{resources.source_of(job, arch)}")
+            path.write_text(f"// {job.title()}\n{resources.source_of(job, arch)[0]}")
         except Exception as error:
             failed += 1
             print(f"FAILED {job.title()}: {str(error).splitlines()[-1]}", file=sys.stderr)
@@ -212,7 +212,7 @@ def _check_spills(todo: Sequence[Any], arch: str, workers: int) -> int:
 
     def check(job: Any) -> Any:
         try:
-            return job, resources.of_source(resources.source_of(job, arch), arch)
+            return job, resources.of_source(*resources.source_of(job, arch), arch)
         except Exception as error:
             return job, error
 
@@ -238,10 +238,10 @@ def _show(args: argparse.Namespace) -> int:
 
     registry.get(args.op)
     for job in aot.jobs([args.op], [args.hidden]):
-        text = resources.source_of(job, args.arch)
+        text, shared = resources.source_of(job, args.arch)
         print(f"{job.title()}")
         if args.arch.startswith("sm_") and shutil.which("nvcc"):
-            print(f"    {args.arch}: {resources.of_source(text, args.arch)}")
+            print(f"    {args.arch}: {resources.of_source(text, shared, args.arch)}")
         if args.source:
             print(text)
     return 0

@@ -55,13 +55,15 @@ def build(function: Any, target: str, dtypes: list[str], path: Path, pass_config
     return kernel.get_kernel_source()
 
 
-def source(function: Any, target: str, pass_configs: dict[str, Any]) -> str:
-    """The generated source of a kernel, not compiled: C++, CUDA or HIP."""
+def source(function: Any, target: str, pass_configs: dict[str, Any]) -> tuple[str, int]:
+    """The generated source of a kernel, not compiled: C++, CUDA or HIP; and the bytes of shared memory asked for at launch."""
     if target == "c":
-        return _c_source(function)
+        return _c_source(function), 0
     spec = {"kind": "hip", "mcpu": target} if target.startswith("gfx") else {"kind": "cuda", "arch": target}
     with quiet(), tvm.target.Target(spec), tvm.transform.PassContext(opt_level=3, config=pass_configs):
-        return tilelang.lower(function, target=spec).kernel_source
+        artifact = tilelang.lower(function, target=spec)
+    attrs = [f.attrs for f in artifact.device_mod.functions.values()]
+    return artifact.kernel_source, sum(int(a["dyn_shared_memory_buf"]) for a in attrs if "dyn_shared_memory_buf" in a)
 
 
 def _jit_kernel(function: Any, target: str, pass_configs: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from tk_core.errors import CompileError
 
 
 class Resources(NamedTuple):
-    """Registers a thread; bytes of stack, spill stores and loads a thread; bytes of static shared memory; widest access."""
+    """Registers a thread; bytes of stack, spill stores and loads a thread; bytes of shared memory a block."""
 
     registers: int
     stack: int
@@ -26,17 +26,17 @@ class Resources(NamedTuple):
     def __str__(self) -> str:
         return (
             f"{self.registers} registers, {self.stack} B stack, {self.spill_stores} B spill stores, "
-            f"{self.spill_loads} B spill loads, {self.shared} B static shared memory"
+            f"{self.spill_loads} B spill loads, {self.shared} B shared memory"
         )
 
 
-def source_of(job: Job, target: str) -> str:
-    """The generated source of one kernel."""
+def source_of(job: Job, target: str) -> tuple[str, int]:
+    """The generated source of one kernel, and the bytes of shared memory that its launch asks for."""
     function = kernels.function(job.launch, target, job.static)
     return compiler.source(function, target, dict(job.launch.pass_configs))
 
 
-def of_source(text: str, arch: str) -> Resources:
+def of_source(text: str, dynamic_shared: int, arch: str) -> Resources:
     """Compile CUDA source and read what ptxas says of it."""
     from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
@@ -52,7 +52,8 @@ def of_source(text: str, arch: str) -> Resources:
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise CompileError(f"nvcc failed:\n{done.stderr[-4000:]}")
-    return parse(done.stderr)
+    found = parse(done.stderr)
+    return found._replace(shared=found.shared + dynamic_shared)
 
 
 def parse(report: str) -> Resources:

@@ -50,6 +50,8 @@ class RuleGradient(Gradient):
         self.carried_at = tuple(results.index(name) for name in self.carried)
         names, outs = [*op.forward.ins, *op.forward.outs], list(op.forward.outs)
         self.saved = [names.index(name) for name in op.saved]
+        # a single result always has a cotangent when the backward pass runs
+        self.several = len(outs) > 1
         self.private = [i for i, name in enumerate(outs) if name not in op.returns]
         # where the arguments of the backward rule come from: a saved tensor, or a cotangent
         self.sources = [
@@ -65,7 +67,8 @@ class RuleGradient(Gradient):
         """Save the tensors that the backward rule names."""
         known = (*tensors, *outs)
         ctx.save_for_backward(*[known[i] for i in self.saved])
-        ctx.set_materialize_grads(False)
+        if self.several:
+            ctx.set_materialize_grads(False)
         if self.private:
             ctx.mark_non_differentiable(*(outs[i] for i in self.private))
 
@@ -79,17 +82,17 @@ class RuleGradient(Gradient):
             return self.nothing
         saved = ctx.saved_tensors
         args = [saved[i] if is_saved else cotangents[i] for is_saved, i in self.sources]
-        buffers = self._buffers(ctx, saved, mask)
-        outs = self.direction.call(args if buffers is None else [*args, *buffers], ctx.values, mask)
+        buffers = self._buffers(ctx.call, saved, mask)
+        outs = self.direction.call(args if buffers is None else [*args, *buffers], ctx.call.values, mask)
         if buffers is not None:
             for i, buffer in zip(self.carried_at, buffers, strict=True):
                 if buffer is not None:
                     outs[i] = None
         return [None if i is None else outs[i] for i in self.order]
 
-    def _buffers(self, ctx: Any, saved: Sequence[Tensor], mask: int) -> list[Tensor | None] | None:
+    def _buffers(self, call: Call, saved: Sequence[Tensor], mask: int) -> list[Tensor | None] | None:
         """Those of the forward call, and the one that its context finds now that the gradient is due; None without any."""
-        found, context = ctx.carried, ctx.context
+        found, context = call.carried, call.context
         if context is not None:
             late = context.find(saved[context.saved_at])
             if late is not None:
@@ -136,7 +139,7 @@ def eager_function(direction: Direction) -> Callable[..., Any]:
     accumulates = direction.rule.num_inputs - num_ins
 
     def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
-        plain, values, mask, context, names, carried = call
+        plain, values, mask, _, names, carried = call
         given = dict(zip(names, tensors[num_ins:], strict=True)) if names else None
         if plain:
             # what is saved has the kernels' layout: the backward pass need not copy again
@@ -145,7 +148,7 @@ def eager_function(direction: Direction) -> Callable[..., Any]:
             outs = [ready[slot] for slot in results]
         else:
             ready, outs = tensors, direction.below((*tensors[:num_ins], *carried), values, mask)
-        ctx.values, ctx.context, ctx.carried = values, context, carried
+        ctx.call = call
         gradient.save(ctx, ready[:num_ins], outs)
         if given:
             ctx.mark_dirty(*given.values())
@@ -171,7 +174,7 @@ def functional_function(direction: Direction) -> type[torch.autograd.Function]:
 
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         values, _, *tensors = inputs
-        ctx.values, ctx.context, ctx.carried = values, None, (None,) * len(gradient.carried)
+        ctx.call = Call(False, values, direction.all, None, (), (None,) * len(gradient.carried))
         gradient.save(ctx, tensors[:num_ins], output)
 
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
