@@ -26,5 +26,5 @@ def test_named_files_and_make_targets_exist():
     for name in re.findall(r"`((?:docs|examples)/[\w./]+|CHANGELOG\.md)`", TEXT):
         assert (ROOT / name).exists(), name
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"make ([\w-]+)", TEXT):
+    for target in re.findall(r"(?:^|`)make ([\w-]+)", TEXT, flags=re.M):
         assert f"\n{target}:" in makefile, target
