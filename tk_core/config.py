@@ -7,6 +7,17 @@ from typing import Any
 
 from tk_core.errors import type_error, value_error
 
+__all__ = [
+    "get_debug",
+    "get_device_num_sms",
+    "get_num_sms",
+    "get_token_alignment",
+    "reset_runtime_config",
+    "set_debug",
+    "set_num_sms",
+    "set_token_alignment",
+]
+
 _DEFAULTS: dict[str, Any] = {"num_sms": 0, "token_alignment": 128, "debug": False}
 _settings = dict(_DEFAULTS)
 

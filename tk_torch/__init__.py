@@ -8,30 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from tk_core.config import (
-    get_debug,
-    get_device_num_sms,
-    get_num_sms,
-    get_token_alignment,
-    reset_runtime_config,
-    set_debug,
-    set_num_sms,
-    set_token_alignment,
-)
+from tk_core.config import *  # noqa: F403
+from tk_core.config import __all__ as _settings
 
-__all__ = [
-    "config",
-    "get_debug",
-    "get_device_num_sms",
-    "get_num_sms",
-    "get_token_alignment",
-    "mhc",
-    "nn",
-    "reset_runtime_config",
-    "set_debug",
-    "set_num_sms",
-    "set_token_alignment",
-]
+__all__ = ["config", "mhc", "nn", *_settings]  # noqa: F405
 
 
 def __getattr__(name: str) -> Any:
