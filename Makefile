@@ -27,7 +27,7 @@ $(VENV)-jax-oldest/.ready: pyproject.toml .ci/constraints-jax-oldest.txt
 	touch $@
 
 test-jax-oldest: $(VENV)-jax-oldest/.ready
-	$(VENV)-jax-oldest/bin/python -m pytest -n $(WORKERS) tests/test_jax_frontend.py tests/test_jax_sharding.py $(ARGS)
+	$(VENV)-jax-oldest/bin/python -m pytest -n $(WORKERS) $(addprefix tests/test_jax_,frontend.py transforms.py kernels.py sharding.py) $(ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
