@@ -176,3 +176,11 @@ def test_a_compiled_kernel_checks_what_it_is_given():
     ):
         with pytest.raises((ValueError, TypeError)):
             run(*bad)
+
+
+@pytest.mark.parametrize("name", ["tk.mhc_post.post.../../../evil", "tk.mhc_post.post./etc", "tk.mhc_post.post." + "0" * 31, "nothing"])
+def test_a_kernel_name_cannot_lead_out_of_the_cache(name):
+    from tk_core.errors import CacheError
+
+    with pytest.raises(CacheError, match="is not the name of a kernel"):
+        kernels.load_named(name)

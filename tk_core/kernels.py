@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -39,7 +40,10 @@ _counts = {"compiles": 0, "loads": 0, "copies": 0}
 
 
 def stats() -> dict[str, Any]:
-    """What this process did: kernels compiled and loaded, layout copies, and launches by kernel (a trace is not a launch)."""
+    """What this process did: kernels compiled and loaded, layout copies, and launches by kernel.
+
+    A trace is not a launch, and what a replayed CUDA graph (or an XLA command buffer) launches is counted once, at its capture.
+    """
     launches: dict[str, int] = {}
     for kernel in list(_kernels.values()):
         if kernel.calls:
@@ -152,6 +156,8 @@ def load_named(name: str) -> None:
         CacheError: it is not there.
     """
     title, _, key = name.removeprefix("tk.").rpartition(".")
+    if not re.fullmatch("[0-9a-f]{32}", key):  # a key names a folder of the cache, and nothing else
+        raise CacheError(f"{name!r} is not the name of a kernel")
 
     def missing(path: Path) -> dict[str, Any]:
         raise CacheError(
