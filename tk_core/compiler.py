@@ -127,7 +127,7 @@ static inline DLTensor* tk_tensor(const TVMFFIAny* a) {{
 }}
 static int tk_fail(const char* message) {{ TVMFFIErrorSetRaisedFromCStr("ValueError", message); return -1; }}
 extern "C" __attribute__((visibility("default")))
-int __tvm_ffi_main(void* self, const TVMFFIAny* args, int32_t n, TVMFFIAny* ret) {{
+int __tvm_ffi_main(void* self, const TVMFFIAny* args, int32_t tk_count, TVMFFIAny* ret) {{
 {body}
   ret->type_index = kTVMFFINone; ret->zero_padding = 0; ret->v_int64 = 0;
   return main_kernel({call});
@@ -150,7 +150,7 @@ def _entry(function: Any, dtypes: list[str], text: str) -> str:
     def fail(condition: str, message: str) -> str:
         return f'  if ({condition}) return tk_fail("{message}");'
 
-    lines.append(fail(f"n != {len(function.params)}", f"expected {len(function.params)} arguments"))
+    lines.append(fail(f"tk_count != {len(function.params)}", f"expected {len(function.params)} arguments"))
     logical = iter(dtypes)
     for i, var in enumerate(function.params):
         if var not in function.buffer_map:

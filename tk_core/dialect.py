@@ -8,31 +8,16 @@ ones that the C++ compiler vectorizes, and bfloat16 is stored as 16 bits and con
 from __future__ import annotations
 
 import math
-import struct
 from typing import Any
 
 import tilelang.language as T
 from tilelang import tvm
 
+from tk_core.bits import f32_bits, select, u32
 from tk_core.dtypes import DTYPES
 
 # Independent accumulators of a reduction on C: the compiler vectorizes the lane loop, and the order is fixed.
 _LANES = 16
-
-
-def f32_bits(value: float) -> int:
-    """The bit pattern of an fp32 number."""
-    return struct.unpack("<I", struct.pack("<f", value))[0]
-
-
-def u32(value: int) -> Any:
-    """A uint32 constant."""
-    return tvm.tirx.const(value, "uint32")
-
-
-def select(condition: Any, a: Any, b: Any) -> Any:
-    """Both sides are evaluated: a load that must be guarded needs an `if`."""
-    return tvm.tirx.Select(condition, a, b)
 
 
 class Dialect:

@@ -132,7 +132,7 @@ def _source_hash(module: str) -> str:
     visit(module)
     here = Path(__file__).parent
     files = [Path(inspect.getfile(sys.modules[name])) for name in sorted(seen)]
-    texts = [file.read_bytes() for file in (*files, here / "dialect.py", here / "compiler.py")]
+    texts = [file.read_bytes() for file in (*files, here / "bits.py", here / "dialect.py", here / "compiler.py")]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:32]
 
 
