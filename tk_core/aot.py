@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tk_core import kernels, registry
 from tk_core.bench.cases import CASES, Case
-from tk_core.op import Env, Launch, Op, Rule, evaluate
+from tk_core.op import Env, Launch, Op, Rule
 from tk_core.plan import static_of
 
 HIDDEN = (1280, 2560, 4096, 7168)
@@ -113,8 +113,3 @@ def compile_all(todo: Sequence[Job], target: str, workers: int) -> Iterator[Outc
         for future in pending:
             future.cancel()
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def sizes_of(rule: Rule, env: Env) -> dict[str, tuple[int, ...]]:
-    """Shapes of a rule's arguments for one row count, for lists that people read."""
-    return {arg.name: (*((env["rows"],) if arg.rows else ()), *(evaluate(d, env) for d in arg.inner)) for arg in rule.ins.values()}

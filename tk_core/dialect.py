@@ -48,10 +48,6 @@ class Dialect:
             return tvm.tirx.const(value, "float32")
         return T.reinterpret(u32(f32_bits(value)), "float32")
 
-    def pad(self, n: int, threads: int, vec: int = 8) -> int:
-        """Extent of a row fragment: a multiple of threads * vec on CUDA, where what is beyond the row is masked; exact on C."""
-        return n if self.cpu else -(-n // (threads * vec)) * threads * vec
-
     # ---- loops and memory
 
     def Parallel(self, *extents: int, **options: Any) -> Any:
@@ -59,16 +55,6 @@ class Dialect:
         if not self.cpu:
             return T.Parallel(*extents, **options)
         return T.grid(*extents) if len(extents) > 1 else T.serial(extents[0])
-
-    def row_layout(self, n: int, threads: int, vec: int = 8) -> Any:
-        """Thread t owns columns (t + k * threads) * vec to + vec - 1.
-
-        Give it as `loop_layout=` to the first loop over a row that does not itself load the 2-byte input: inference would
-        choose the widest float access, 4 elements, and the bf16 loads would shrink to 8 bytes.
-        """
-        if self.cpu:
-            return None
-        return T.Fragment([n], forward_fn=lambda j: (j // vec % threads, j // (vec * threads) * vec + j % vec))
 
     def vectorized(self, n: int) -> Any:
         """One thread moves n contiguous elements; a plain loop on C, whose vector types are slow structs."""
@@ -142,23 +128,16 @@ class Dialect:
         base, axes = _split(region, fragment)
         return _c_store(self, fragment, region.buffer, base, axes, dtype)
 
-    # ---- reductions over the last axis, fp32
+    # ---- reductions
 
     def reduce_sum(self, a: Any, out: Any, dim: int = -1) -> Any:
-        """Sum in a fixed order."""
-        return self._reduce(a, out, dim, "sum")
-
-    def reduce_max(self, a: Any, out: Any, dim: int = -1) -> Any:
-        """Largest element."""
-        return self._reduce(a, out, dim, "max")
-
-    def _reduce(self, a: Any, out: Any, dim: int, kind: str) -> Any:
+        """Sum over one axis in a fixed order."""
         dim = dim % len(a.shape)
         if not self.cpu or dim != len(a.shape) - 1 or a.dtype != "float32":
-            return getattr(T, f"reduce_{kind}")(a, out, dim=dim)
+            return T.reduce_sum(a, out, dim=dim)
         outer, n = [int(e) for e in a.shape[:-1]], int(a.shape[-1])
         lanes = next(k for k in (_LANES, 8, 4, 2, 1) if n % k == 0)
-        return _c_reduce(a, out, kind, outer or [1], n, lanes)
+        return _c_sum(a, out, outer or [1], n, lanes)
 
 
 @T.macro
@@ -203,21 +182,17 @@ def _c_store(P, fragment, buffer, base, axes, dtype):
         buffer[_at(base, axes, index)] = P.from_f32(fragment[index], dtype)
 
 
-def _combine(kind: str, acc: Any, x: Any) -> Any:
-    return acc + x if kind == "sum" else select(acc > x, acc, x)  # this exact form becomes maxps on x86
-
-
 @T.macro
-def _c_reduce(a, out, kind, outer, n, lanes):
+def _c_sum(a, out, outer, n, lanes):
     acc = T.alloc_local((lanes,), "float32")
     for rr in T.grid(*outer):
         r = _tuple(rr)
         src = r if len(a.shape) > 1 else ()
         for lane in T.serial(lanes):
-            acc[lane] = -T.infinity("float32") if kind == "max" else T.float32(0)
+            acc[lane] = T.float32(0)
         for j in T.serial(n // lanes):
             for lane in T.serial(lanes):
-                acc[lane] = _combine(kind, acc[lane], a[(*src, j * lanes + lane)])
+                acc[lane] = acc[lane] + a[(*src, j * lanes + lane)]
         out[r] = acc[0]
         for lane in T.serial(lanes - 1):
-            out[r] = _combine(kind, out[r], acc[lane + 1])
+            out[r] = out[r] + acc[lane + 1]

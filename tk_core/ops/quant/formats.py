@@ -11,6 +11,7 @@ Kernels that use any of it open with `P.Kernel(..., prelude=prelude(P))`, which 
 TileLang has no name for. A value must not be a constant: the C code generator reads bits through an address.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from tk_core.bits import f32_bits, select, u32
@@ -20,7 +21,7 @@ from tk_core.ops.quant.bits import F32, U32, U64, bit_select, bits_of, byte_perm
 
 
 @dataclass(frozen=True)
-class Format:
+class Format(ABC):
     """Sign, exponent and mantissa bits with subnormals. `group` elements fill `words` 32-bit words without a gap."""
 
     name: str
@@ -124,13 +125,13 @@ class Format:
 
     # ---- groups
 
+    @abstractmethod
     def pack(self, P, values):
         """`group` values -> `words` words."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unpack(self, P, words):
         """`words` words -> `group` values."""
-        raise NotImplementedError
 
 
 class _E4M3(Format):
