@@ -121,6 +121,21 @@ def _build_c(function: Any, dtypes: list[str], path: Path) -> str:
 
 _ENTRY = """
 #include <tvm/ffi/c_api.h>
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
+// subnormal numbers count, whatever the calling thread has set: XLA's own threads flush them
+struct TkSubnormals {{
+#ifdef __SSE__
+  unsigned saved = _mm_getcsr();
+  TkSubnormals() {{ if (saved & 0x8040) _mm_setcsr(saved & ~0x8040u); }}
+  ~TkSubnormals() {{ if (saved & 0x8040) _mm_setcsr(saved); }}
+#elif defined(__aarch64__)
+  uint64_t saved;
+  TkSubnormals() {{ asm volatile("mrs %0, fpcr" : "=r"(saved)); asm volatile("msr fpcr, %0" :: "r"(saved & ~(1ull << 24))); }}
+  ~TkSubnormals() {{ asm volatile("msr fpcr, %0" :: "r"(saved)); }}
+#endif
+}};
 static inline DLTensor* tk_tensor(const TVMFFIAny* a) {{
   if (a->type_index == kTVMFFITensor) return (DLTensor*)((char*)a->v_obj + sizeof(TVMFFIObject));
   return a->type_index == kTVMFFIDLTensorPtr ? (DLTensor*)a->v_ptr : nullptr;
@@ -130,6 +145,7 @@ extern "C" __attribute__((visibility("default")))
 int __tvm_ffi_main(void* self, const TVMFFIAny* args, int32_t tk_count, TVMFFIAny* ret) {{
 {body}
   ret->type_index = kTVMFFINone; ret->zero_padding = 0; ret->v_int64 = 0;
+  TkSubnormals guard;
   return main_kernel({call});
 }}
 """
@@ -151,6 +167,7 @@ def _entry(function: Any, dtypes: list[str], text: str) -> str:
         return f'  if ({condition}) return tk_fail("{message}");'
 
     lines.append(fail(f"tk_count != {len(function.params)}", f"expected {len(function.params)} arguments"))
+    sizes = {s.name for _, buffer in function.buffer_map.items() for s in buffer.shape if isinstance(s, tvm.tirx.Var)}
     logical = iter(dtypes)
     for i, var in enumerate(function.params):
         if var not in function.buffer_map:
@@ -180,7 +197,12 @@ def _entry(function: Any, dtypes: list[str], text: str) -> str:
             else:
                 late.append(fail(f"{got} != ({_c(want)})", message))
         step = "1"
-        for k in reversed(range(len(buffer.shape))):
+        # rows that lie apart: a stride that is no size
+        apart = len(buffer.strides) > 0 and isinstance(buffer.strides[0], tvm.tirx.Var) and buffer.strides[0].name not in sizes
+        if apart:
+            row = buffer.strides[0].name
+            lines.append(f"  const int64_t {row} = t{i}->strides ? t{i}->strides[0] : t{i}->shape[1];")
+        for k in reversed(range(int(apart), len(buffer.shape))):
             strided = f"t{i}->strides && t{i}->shape[{k}] > 1 && t{i}->strides[{k}] != {step}"
             late.append(fail(strided, f"{name} must be contiguous"))
             step = f"{step} * t{i}->shape[{k}]"

@@ -37,6 +37,10 @@ class Dialect:
         """A contiguous tensor parameter of that logical dtype."""
         return T.Tensor(shape, self.storage(dtype))
 
+    def RowTensor(self, shape: Any, row: str, dtype: str) -> Any:
+        """A tensor parameter of two axes whose rows lie `row` elements apart, a name for the distance in the kernel."""
+        return T.StridedTensor(shape, (T.dynamic(row, "int64"), 1), self.storage(dtype))
+
     def storage(self, dtype: str) -> str:
         """The dtype of a buffer that holds that logical dtype."""
         return DTYPES[dtype].c_storage if self.cpu else dtype

@@ -18,3 +18,13 @@ def documented(op: Op, note: str = "") -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+def with_doc(text: str, note: str = "") -> Callable[[F], F]:
+    """Give a public function a docstring, followed by what is particular to the front end."""
+
+    def decorate(function: F) -> F:
+        function.__doc__ = text if not note else f"{text.rstrip()}\n\nNote:\n    {note}\n"
+        return function
+
+    return decorate

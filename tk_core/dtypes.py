@@ -37,6 +37,8 @@ SHORT = {
     "f64": "float64",
     "f16": "float16",
     "bf16": "bfloat16",
+    "e4m3": "float8_e4m3fn",
+    "i8": "int8",
     "i32": "int32",
     "i64": "int64",
     "u8": "uint8",

@@ -101,18 +101,12 @@ def identity(rule: Rule, launch: Launch, target: str, static: Mapping[str, Any])
         "static": dict(static),
         "fixed": dict(launch.fixed),
         "pass_configs": dict(launch.pass_configs),
-        "dtypes": _dtypes(rule, launch),
+        "dtypes": rule.dtypes_of(launch, static),
         "target": target,
         "tilelang": tilelang_version(),
         "source": _source_hash(launch.build.__module__),
     }
     return {**about, "cpu": cpu_id()} if target == "c" else about
-
-
-def _dtypes(rule: Rule, launch: Launch) -> list[str]:
-    reads, writes, _ = launch.split
-    known = {**rule.ins, **rule.outs, **rule.work}
-    return [known[name].dtype for name in (*reads, *writes)]
 
 
 @functools.cache

@@ -1,8 +1,10 @@
 """Declarations. An operation is one `Op`: what it takes and gives, which kernels it launches, and its gradient rule.
 
 A signature reads `"x[..., n, H]:bf16 w?[H]:f32 -> y[..., H]:bf16"`. `...` stands for the rows, any number of leading
-axes; a name binds a size, an expression of bound names checks one; `?` marks an argument that may be absent. Everything
-that can be judged without touching the data is judged here, once, for every front end.
+axes; a name binds a size, an expression of bound names checks one; `?` marks an argument that may be absent, or a result
+that is computed only where it is wanted. An argument may have one of several dtypes (`x[M, H]:bf16|f32`, bound as `x_dtype`, empty
+where it is absent), and a result the dtype that a bound name tells (`y[M, H]:x_dtype`). Everything that can be judged without
+touching the data is judged here, once, for every front end.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tk_core.dtypes import SHORT
+from tk_core.dtypes import DTYPES, SHORT
 from tk_core.errors import type_error, value_error
 
 Env = dict[str, Any]
@@ -23,12 +25,31 @@ Type = tuple[Sequence[int], str, Any]
 
 
 class Arg(NamedTuple):
-    """One tensor of a signature."""
+    """One tensor of a signature. `dtype` is a dtype, several of them with bars between, or a bound name that tells it."""
 
     name: str
     dims: tuple[str, ...]
     dtype: str
     optional: bool = False
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """What an argument may be."""
+        return tuple(self.dtype.split("|"))
+
+    @property
+    def dtype_name(self) -> str:
+        """The bound name that tells the dtype; empty where the declaration does."""
+        return f"{self.name}_dtype" if "|" in self.dtype else "" if self.dtype in DTYPES else self.dtype
+
+    def dtype_in(self, env: Mapping[str, Any]) -> str:
+        """The dtype under these bindings; of an absent argument any that it may have."""
+        return (env[self.dtype_name] if self.dtype_name else self.dtype) or self.dtypes[0]
+
+    @property
+    def kind(self) -> str:
+        """What error messages say that the argument must be."""
+        return f"a {' or '.join(self.dtypes)} array of shape {self}"
 
     @property
     def rows(self) -> bool:
@@ -46,11 +67,12 @@ class Arg(NamedTuple):
 
 def parse(text: str) -> dict[str, Arg]:
     """`"x[..., n]:bf16 w?[n]:f32"` as arguments by name."""
-    found = re.findall(r"(\w+)(\??)\[(.*?)\]:(\w+)", text)
-    return {
-        name: Arg(name, tuple(d.strip() for d in dims.split(",") if d.strip()), SHORT.get(dtype, dtype), bool(optional))
-        for name, optional, dims, dtype in found
-    }
+    found = re.findall(r"(\w+)(\??)\[(.*?)\]:([\w|]+)", text)
+    args = {}
+    for name, optional, dims, dtypes in found:
+        dtype = "|".join(SHORT.get(dtype, dtype) for dtype in dtypes.split("|"))
+        args[name] = Arg(name, tuple(d.strip() for d in dims.split(",") if d.strip()), dtype, bool(optional))
+    return args
 
 
 @functools.cache
@@ -69,7 +91,7 @@ def evaluate(expression: str, env: Mapping[str, Any]) -> Any:
 class Launch:
     """One kernel of a rule: `build(P, **static)` makes its function, `"x w -> y; eps"` orders its parameters.
 
-    `key` names the sizes and attributes that are compiled in. A builder with a parameter `has` is told which optional
+    `key` names the sizes, attributes and dtypes that are compiled in; a dtype that varies must be among them. A builder with a parameter `has` is told which optional
     arguments and which results there are; a result with a plus sign there is to be added to what its buffer holds.
     """
 
@@ -112,6 +134,12 @@ class Rule:
     check: Callable[[Env], None] | None = None
     derive: Callable[[Env], Env] | None = None
     accumulates: tuple[str, ...] = ()
+    # arguments and results of two axes whose rows may lie apart, in whole vectors of 16 bytes; loose ones are read element by
+    # element, with any distance of their rows and any alignment
+    strided: frozenset[str] = frozenset()
+    loose: frozenset[str] = frozenset()
+    # attributes that only reach kernels as scalars and change from call to call
+    dynamic: tuple[str, ...] = ()
     # results without rows are sums over the rows: devices that share the rows add theirs up
     partial_results: bool = False
 
@@ -147,8 +175,11 @@ class Rule:
         env: Env = dict(attrs)
         present = [(arg, t) for arg, t in zip(self.ins.values(), types, strict=False) if self._present(arg, t)]
         for arg, (_, dtype, _) in present:
-            if dtype != arg.dtype:
-                raise type_error(self.name, arg.name, f"dtype {arg.dtype}", dtype)
+            if dtype not in arg.dtypes:
+                raise type_error(self.name, arg.name, f"dtype {' or '.join(arg.dtypes)}", dtype)
+        for arg, t in zip(self.ins.values(), types, strict=False):
+            if arg.dtype_name:
+                env[arg.dtype_name] = "" if t is None else t[1]
         device = None
         for arg, (shape, _, where) in present:
             self._bind_shape(arg, shape, env)
@@ -166,7 +197,7 @@ class Rule:
 
     def _present(self, arg: Arg, t: Type | None) -> bool:
         if t is None and not arg.optional:
-            raise type_error(self.name, arg.name, f"a {arg.dtype} array of shape {arg}", "None")
+            raise type_error(self.name, arg.name, arg.kind, "None")
         return t is not None
 
     def _bind_shape(self, arg: Arg, shape: Sequence[int], env: Env) -> None:
@@ -194,7 +225,13 @@ class Rule:
         """(shape, dtype) of one tensor of the rule."""
         arg = self.outs.get(name) or self.work.get(name) or self.ins[name]
         lead = env["lead"] if arg.rows else ()
-        return (*lead, *(evaluate(d, env) for d in arg.inner)), arg.dtype
+        return (*lead, *(evaluate(d, env) for d in arg.inner)), arg.dtype_in(env)
+
+    def dtypes_of(self, launch: Launch, static: Mapping[str, Any]) -> list[str]:
+        """The dtypes of a launch's tensors, in order, from what is compiled in."""
+        reads, writes, _ = launch.split
+        known = {**self.ins, **self.outs, **self.work}
+        return [known[name].dtype_in(static) for name in (*reads, *writes)]
 
     def judge_written(self, name: str, argument: str, t: Type, env: Env) -> None:
         """An array that the caller lets the operation write must be exactly what the operation would allocate."""
@@ -219,6 +256,9 @@ class Rule:
 class Op:
     """One operation. `returns` are the public results; further results are kept for the gradient.
 
+    An operation without a gradient rule is not differentiable; where `straight_through`, the gradient of its first argument is
+    the cotangent of its only result in the argument's dtype.
+
     The gradient rule is read off the names: `d_y` is the cotangent of result `y`, `d_x` the gradient of argument `x`;
     every other name in it is an argument or a result of the forward rule, and is saved.
     """
@@ -229,6 +269,7 @@ class Op:
     backward: Rule | None
     returns: tuple[str, ...]
     doc: str = ""
+    straight_through: bool = False
 
     @property
     def attrs(self) -> dict[str, Any]:
@@ -275,15 +316,22 @@ def declare(
     backward_work: str = "",
     backward_derive: Callable[[Env], Env] | None = None,
     accumulates: str = "",
+    strided: str = "",
+    loose: str = "",
+    dynamic: str = "",
+    straight_through: bool = False,
     doc: str = "",
 ) -> Op:
     """Make an `Op`. `backward` lists names only: their shapes and dtypes are those of the forward rule."""
     left, _, right = forward.partition("->")
     attrs = dict(attrs or {})
-    fwd = Rule(name, parse(left), parse(right), tuple(launches), parse(work), attrs, check, derive)
+    fwd = Rule(
+        name, parse(left), parse(right), tuple(launches), parse(work), attrs, check, derive,
+        strided=frozenset(strided.split()), loose=frozenset(loose.split()), dynamic=tuple(dynamic.split()),
+    )  # fmt: skip
     public = tuple(returns.split()) or tuple(fwd.outs)
     if not backward:
-        return Op(name, area, fwd, None, public, doc)
+        return Op(name, area, fwd, None, public, doc, straight_through)
     known = fwd.ins | fwd.outs
     left, _, right = backward.partition("->")
 

@@ -11,11 +11,12 @@ from tk_core.op import Env, Launch, Rule, Type, evaluate
 
 
 class Step(NamedTuple):
-    """One launch: `kernel.run(*gather(values), *scalars)`."""
+    """One launch: `kernel.run(*gather(values), *scalars)`; `names` are those of the scalars."""
 
     kernel: kernels.Kernel
     slots: tuple[int, ...]
     scalars: tuple[Any, ...]
+    names: tuple[str, ...]
     writes: tuple[int, ...]
     gather: Any
 
@@ -48,7 +49,7 @@ class Plan:
         self.work: tuple = ()
         self.steps: tuple[Step, ...] = ()
         self.flat: tuple | None = None
-        if env["rows"] == 0:
+        if env["rows"] == 0 or all(0 in shape for _, shape, _ in self.outs):
             return
         self.work = tuple((at[name], *rule.type_of(name, env)) for name in work)
         slot_of = {name: at[f"acc_{name}"] if name in accumulated else at[name] for name in (*rule.ins, *wanted, *work) if name in at}
@@ -81,4 +82,4 @@ def _step(rule: Rule, launch: Launch, target: str, env: Env, has: set[str], slot
     values = tuple(evaluate(name, env) for name in scalars)
     written = tuple(slot_of[name] for name in writes if name in has)
     gather = itemgetter(*slots) if len(slots) > 1 else lambda v, i=slots[0]: (v[i],)
-    return Step(kernel, slots, values, written, gather)
+    return Step(kernel, slots, values, scalars, written, gather)

@@ -136,7 +136,8 @@ def define(text: str) -> int:
 class Call(NamedTuple):
     """One rule with everything about a call of it that is static. Its operands are the present arguments and accumulators.
 
-    `loops` are the axes in front of the rows that are looped over, outermost first: for each, which operands have it.
+    `loops` are the axes in front of the rows that are looped over, outermost first: for each, which operands have it;
+    `in_place`: the first result takes the memory of the first operand.
     """
 
     rule: Rule
@@ -144,12 +145,13 @@ class Call(NamedTuple):
     present: tuple[bool, ...]
     wanted: tuple[str, ...]
     loops: tuple[tuple[bool, ...], ...] = ()
+    in_place: bool = False
 
     @classmethod
-    def of(cls, rule: Rule, attrs: Mapping[str, Any], present: Sequence[bool], wanted: Iterable[str]) -> Call:
+    def of(cls, rule: Rule, attrs: Mapping[str, Any], present: Sequence[bool], wanted: Iterable[str], in_place: bool = False) -> Call:
         """A call in canonical form: equal calls are equal objects, so that jit caches find them."""
         named = frozenset(wanted)
-        return cls(rule, tuple(attrs.items()), tuple(present), tuple(name for name in rule.outs if name in named))
+        return cls(rule, tuple(attrs.items()), tuple(present), tuple(name for name in rule.outs if name in named), in_place=in_place)
 
     def __repr__(self) -> str:
         # what a printed jaxpr shows
@@ -273,14 +275,21 @@ def _execute(call: Call, arrays: Sequence[Any], target: str) -> list[Any]:
     if not plan.steps:
         for slot, (shape, dtype) in buffers.items():
             values[slot] = jnp.zeros(shape, dtype)
+    moved = {rule.slots.index(call.wanted[0]): 0} if call.in_place and plan.steps else {}
     for step in plan.steps:
-        _launch(step, values, buffers, plan.flat)
+        _launch(_moved(step, moved), values, buffers, plan.flat)
     results = []
     for name, (shape, _) in zip(call.wanted, rule.result_types(plan.env, call.wanted), strict=True):
         slot = rule.slots.index(name)
-        value = values[slot] if slot in buffers else values[rule.slots.index(f"acc_{name}")]
+        slot = moved.get(slot, slot)
+        value = values[slot] if slot in buffers or moved else values[rule.slots.index(f"acc_{name}")]
         results.append(value.reshape(shape))
     return results
+
+
+def _moved(step: Step, moved: Mapping[int, int]) -> Step:
+    """The launch with some slots in place of others."""
+    return step._replace(slots=tuple(moved.get(s, s) for s in step.slots), writes=tuple(moved.get(s, s) for s in step.writes))
 
 
 def _launch(step: Step, values: list[Any], buffers: Mapping[int, tuple], flat: Sequence[Any] | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from tk_core.errors import type_error
 from tk_core.op import Op, Rule
@@ -20,11 +20,14 @@ from tk_jax.ffi import Call, type_of
 from tk_jax.sharding import conform
 
 
-def bind(op: Op) -> Callable[..., Any]:
+def bind(op: Op, returns: tuple[str, ...] = (), in_place: bool = False, name: str = "") -> Callable[..., Any]:
     """The operation as a function of arrays and static attributes.
 
     Args:
         op: the declaration.
+        returns: the results to compute where that is not all public ones; the function gives them as a tuple.
+        in_place: the only result takes the memory of the first argument where XLA may overwrite it; not differentiable then.
+        name: what errors about gradients call the operation.
 
     Returns:
         `function(*arrays, **attrs)`: arrays in the order of the declaration (`None` for an absent optional one; trailing ones may
@@ -38,7 +41,7 @@ def bind(op: Op) -> Callable[..., Any]:
             arrays = _completed(rule, arrays)
         present = tuple(array is not None for array in arrays)
         given = [as_array(rule, name, array) for name, array in zip(rule.ins, arrays, strict=True) if array is not None]
-        return _compiled(op, values, present)(*given)
+        return _compiled(op, values, present, returns, in_place, name)(*given)
 
     function.__name__ = function.__qualname__ = op.name
     function.__doc__ = op.doc
@@ -57,19 +60,27 @@ def as_array(rule: Rule, name: str, value: Any) -> Any:
         return value
     arg = rule.outs[name] if name not in rule.ins else rule.ins[name]
     if not isinstance(value, np.ndarray | np.generic):
-        raise type_error(rule.name, name, f"a {arg.dtype} array of shape {arg}", type(value).__name__)
-    if value.dtype.name != arg.dtype:
-        raise type_error(rule.name, name, f"dtype {arg.dtype}", value.dtype.name)
+        raise type_error(rule.name, name, arg.kind, type(value).__name__)
+    if value.dtype.name not in arg.dtypes:
+        raise type_error(rule.name, name, f"dtype {' or '.join(arg.dtypes)}", value.dtype.name)
     return jnp.asarray(value)
 
 
 @functools.cache
-def _compiled(op: Op, values: tuple, present: tuple[bool, ...]) -> Any:
+def _compiled(
+    op: Op, values: tuple, present: tuple[bool, ...], returns: tuple[str, ...] = (), in_place: bool = False, name: str = ""
+) -> Any:
     """One function for a set of attributes and present arguments; jit keeps a program for every set of shapes."""
     rule = op.forward
     attrs = dict(zip(rule.attrs, values, strict=True))
     names = tuple(name for name, there in zip(rule.ins, present, strict=True) if there)
-    differentiable = _differentiable(op, attrs, present, names)
+    if op.backward is not None:
+        differentiable = _differentiable(op, attrs, present, names)
+    else:
+        call = Call.of(rule, attrs, present, returns or rule.outs, in_place)
+        run = _straight_through if op.straight_through and not in_place else _not_differentiable
+        public = tuple if returns else lambda results: op.public(dict(zip(call.wanted, results, strict=True)))
+        differentiable = run(name or op.name, call, public)
 
     def function(*arrays: Any) -> Any:
         given = iter(arrays)
@@ -101,9 +112,7 @@ def _differentiable(op: Op, attrs: Mapping[str, Any], present: tuple[bool, ...],
     def forward(*primals: Any) -> tuple[Any, Any]:
         arrays = [primal.value for primal in primals]
         perturbed = [name for name, primal in zip(names, primals, strict=True) if primal.perturbed]
-        if backward is None and any(jnp.issubdtype(rule.outs[name].dtype, jnp.inexact) for name in op.returns):
-            raise NotImplementedError(f"{op.name}: the gradient is not implemented")
-        wanted = tuple(f"d_{name}" for name in perturbed if backward is not None and f"d_{name}" in backward.outs)
+        wanted = tuple(f"d_{name}" for name in perturbed if f"d_{name}" in backward.outs)
         saved = op.saved if wanted else ()
         results = dict(zip(call.wanted, _final(call, op.name)(*arrays), strict=True))
         known = dict(zip(names, arrays, strict=True)) | results
@@ -122,6 +131,51 @@ def _differentiable(op: Op, attrs: Mapping[str, Any], present: tuple[bool, ...],
     primal.__name__ = op.name
     function = jax.custom_vjp(primal)
     function.defvjp(forward, pull, symbolic_zeros=True)
+    return function
+
+
+def _not_differentiable(name: str, call: Call, public: Callable[[Any], Any]) -> Any:
+    """An operation without a gradient: whoever differentiates it is told so, instead of getting zeros."""
+
+    def primal(*arrays: Any) -> Any:
+        return public(batchable(call)(*arrays))
+
+    primal.__name__ = name
+    function = jax.custom_jvp(primal)
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        if any(not isinstance(tangent, SymbolicZero) for tangent in tangents):
+            raise NotImplementedError(f"{name}: has no gradient; fake_quant has a straight-through one")
+        results = function(*primals)
+        return results, jax.tree.map(lambda result: zero_from_primal(result, symbolic_zeros=False), results)
+
+    function.defjvp(refuse, symbolic_zeros=True)
+    return function
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _DType:
+    """The dtype of an argument; static, so that it may travel with the residuals."""
+
+    name: str
+
+
+def _straight_through(name: str, call: Call, public: Callable[[Any], Any]) -> Any:
+    """The gradient of the first argument is the cotangent in its dtype; can be differentiated again."""
+
+    def primal(*arrays: Any) -> Any:
+        return public(batchable(call)(*arrays))
+
+    def forward(*arrays: Any) -> tuple[Any, _DType]:
+        return function(*arrays), _DType(arrays[0].dtype.name)
+
+    def pull(dtype: _DType, cotangent: Any) -> tuple[Any, ...]:
+        return (cotangent.astype(dtype.name), *(None,) * (sum(call.present) - 1))
+
+    primal.__name__ = name
+    function = jax.custom_vjp(primal)
+    function.defvjp(forward, pull)
     return function
 
 

@@ -35,6 +35,26 @@ class Gradient:
         raise RuntimeError(f"{self.name}: double backward is not implemented")
 
 
+class NoGradient(Gradient):
+    """Of an operation that is not differentiable: its results require no gradient."""
+
+    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any]) -> None:
+        """Nothing, and autograd is told that there is nothing."""
+        ctx.mark_non_differentiable(*(t for t in outs if t is not None))
+
+
+class StraightThrough(Gradient):
+    """The cotangent of the result is the gradient of the first argument, in the argument's dtype."""
+
+    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any]) -> None:
+        """No tensor: the dtype."""
+        ctx.dtype = tensors[0].dtype
+
+    def backward(self, ctx: Any, cotangents: Sequence[Tensor | None], offset: int) -> Sequence[Tensor | None]:
+        """Gradients of the arguments; differentiable again."""
+        return [cotangents[0].to(ctx.dtype), *(None,) * (len(ctx.needs_input_grad) - offset - 1)]
+
+
 class RuleGradient(Gradient):
     """The backward rule of an operation, read off the names of its declaration."""
 
@@ -156,7 +176,7 @@ def eager_function(direction: Direction) -> Callable[..., Any]:
 
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         grads = gradient.backward(ctx, cotangents, _EAGER)
-        rest = len(ctx.needs_input_grad) - _EAGER - num_ins
+        rest = len(ctx.needs_input_grad) - _EAGER - len(grads)
         return (None, *grads, *(None,) * rest) if rest else (None, *grads)
 
     members = {"forward": forward, "backward": backward, "jvp": _refuse_jvp(direction)}
@@ -178,8 +198,8 @@ def functional_function(direction: Direction) -> type[torch.autograd.Function]:
         gradient.save(ctx, tensors[:num_ins], output)
 
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        rest = len(ctx.needs_input_grad) - _FUNCTIONAL - num_ins
-        return *(None,) * _FUNCTIONAL, *gradient.backward(ctx, cotangents, _FUNCTIONAL), *(None,) * rest
+        grads = gradient.backward(ctx, cotangents, _FUNCTIONAL)
+        return *(None,) * _FUNCTIONAL, *grads, *(None,) * (len(ctx.needs_input_grad) - _FUNCTIONAL - len(grads))
 
     def vmap(info: Any, in_dims: tuple, values: tuple, mask: int, *tensors: Any) -> Any:
         return _vmap(direction, info.batch_size, in_dims[_FUNCTIONAL:], values, mask, tensors)

@@ -28,7 +28,7 @@ _MAX_PLANS = 4096
 class _TorchPlan:
     """A plan with torch's names: what `Runner.run` needs, and nothing to look up."""
 
-    __slots__ = ("allocate", "cuda", "device", "flat", "rest", "results", "steps", "zeros")
+    __slots__ = ("allocate", "cuda", "device", "flat", "names", "rest", "results", "steps", "zeros")
 
     def __init__(self, plan: Plan, device: torch.device, wanted: frozenset[str]) -> None:
         slots = {name: i for i, name in enumerate(plan.rule.slots)}
@@ -40,6 +40,7 @@ class _TorchPlan:
         self.rest = [None] * plan.num_slots
         self.flat = plan.flat
         self.steps = tuple((step.kernel, step.gather, step.scalars) for step in plan.steps)
+        self.names = tuple(step.names for step in plan.steps)
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -67,7 +68,7 @@ def judge_tensors(rule: Rule, tensors: Sequence[Any]) -> None:
         raise type_error(rule.name, "arguments", f"{len(rule.ins)} arrays ({', '.join(rule.ins)})", len(tensors))
     for arg, t in zip(rule.ins.values(), tensors, strict=True):
         if t is not None and not isinstance(t, Tensor):
-            raise type_error(rule.name, arg.name, f"a {arg.dtype} array of shape {arg}", type(t).__name__)
+            raise type_error(rule.name, arg.name, arg.kind, type(t).__name__)
 
 
 def fast_layout(t: Tensor | None) -> Tensor | None:
@@ -85,6 +86,8 @@ class Runner:
         self.rule = rule
         self.num_ins = len(rule.ins)
         self._accumulates = bool(rule.accumulates)
+        self._dynamic = {name: list(rule.attrs).index(name) for name in rule.dynamic}
+        self._names = tuple(rule.ins) if rule.strided or rule.loose else ()
         self._plans: dict[tuple, _TorchPlan] = {}
 
     def run(
@@ -109,7 +112,7 @@ class Runner:
             Every tensor of the call by slot, arguments first, in the layout in which the kernels took them; and the slots of
             the results in the rule's order, that of the last, which is None, for those that are not wanted.
         """
-        key: list[Any] = [wanted, values]
+        key: list[Any] = [wanted, self._fixed(values) if self._dynamic else values]
         memory: list[Any] = []
         for t in tensors:  # fast_layout written out: this loop is most of what a small call costs
             if t is None:
@@ -117,7 +120,7 @@ class Runner:
             else:
                 key += (t.shape, t.dtype, t.device)
                 if not t.is_contiguous() or t.data_ptr() & 15:
-                    t = fast_layout(t)
+                    t = self._layout(len(memory), t)
             memory.append(t)
         found = tuple(key)
         plan = self._plans.get(found) or self._plan(found, tensors, values, wanted)
@@ -131,20 +134,34 @@ class Runner:
         for slot in plan.zeros:
             memory[slot].zero_()
         arrays = memory if plan.flat is None else _flatten(memory, plan.flat)
+        steps = self._with_dynamic(plan, values) if self._dynamic else plan.steps
         if plan.cuda is None or plan.cuda == _current_device():
-            for kernel, gather, scalars in plan.steps:
+            for kernel, gather, scalars in steps:
                 kernel.run(*gather(arrays), *scalars)
                 kernel.calls += 1
         else:
-            self._elsewhere(plan, arrays)
+            _launch_elsewhere(plan.cuda, steps, arrays)
         return memory, plan.results
 
-    def _elsewhere(self, plan: _TorchPlan, arrays: list[Any]) -> None:
-        """Launch on a device that is not the current one, which is the current one again afterwards."""
-        with torch.cuda.device(plan.cuda):
-            for kernel, gather, scalars in plan.steps:
-                kernel.run(*gather(arrays), *scalars)
-                kernel.calls += 1
+    def _fixed(self, values: tuple) -> tuple:
+        """The attributes that a plan depends on."""
+        return tuple(value for i, value in enumerate(values) if i not in self._dynamic.values())
+
+    def _with_dynamic(self, plan: _TorchPlan, values: tuple) -> list[tuple]:
+        """The launches of a plan with this call's scalars."""
+        return [
+            (kernel, gather, tuple(values[self._dynamic[n]] if n in self._dynamic else s for n, s in zip(names, scalars, strict=True)))
+            for (kernel, gather, scalars), names in zip(plan.steps, plan.names, strict=True)
+        ]
+
+    def _layout(self, position: int, t: Tensor) -> Tensor:
+        """An argument that is not dense or not aligned: as it is where its rows may lie apart, otherwise as a copy."""
+        name = self._names[position] if position < len(self._names) else ""
+        if name in self.rule.loose and t.ndim == 2 and (t.stride(1) == 1 or t.shape[1] == 1):
+            return t
+        if name in self.rule.strided and _has_vector_rows(t):
+            return t
+        return fast_layout(t)
 
     def _plan(self, key: tuple, tensors: Sequence[Any], values: tuple, wanted: frozenset[str]) -> _TorchPlan:
         rule = self.rule
@@ -174,8 +191,16 @@ class Runner:
             rule.judge_written(name, name, (t.shape, DTYPE_NAMES[t.dtype], t.device), env)
             if t.device != plan.device:
                 raise value_error(rule.name, name, f"device {plan.device}", t.device)
-            _judge_layout(rule, name, t)
+            _judge_layout(rule, name, t, name in rule.strided)
             memory[rule.slots.index(name)] = t
+
+
+def _launch_elsewhere(device: int, steps: Any, arrays: list[Any]) -> None:
+    """Launch on a device that is not the current one, which is the current one again afterwards."""
+    with torch.cuda.device(device):
+        for kernel, gather, scalars in steps:
+            kernel.run(*gather(arrays), *scalars)
+            kernel.calls += 1
 
 
 def _flatten(memory: list[Any], flat: tuple) -> list[Any]:
@@ -184,9 +209,19 @@ def _flatten(memory: list[Any], flat: tuple) -> list[Any]:
     return [*arrays, *memory[len(arrays) :]]
 
 
-def _judge_layout(rule: Rule, argument: str, t: Tensor) -> None:
+def _has_vector_rows(t: Tensor) -> bool:
+    """Whether rows are dense, aligned to 16 bytes and apart from each other."""
+    if t.ndim != 2 or t.stride(1) != 1 or t.data_ptr() & 15:
+        return False
+    return t.shape[0] == 1 or (t.stride(0) >= t.shape[1] and t.stride(0) * t.element_size() % 16 == 0)
+
+
+def _judge_layout(rule: Rule, argument: str, t: Tensor, strided: bool = False) -> None:
     """What is written in place must have the layout that kernels write; autograd is told that it changes."""
-    if not t.is_contiguous():
+    if strided and not t.is_contiguous():
+        if not _has_vector_rows(t):
+            raise value_error(rule.name, argument, "dense rows to write to, 16-byte aligned", f"strides {t.stride()}")
+    elif not t.is_contiguous():
         raise value_error(rule.name, argument, "a contiguous array to write to", f"strides {t.stride()}")
     if t.data_ptr() & 15:
         raise value_error(rule.name, argument, "a 16-byte aligned array to write to", f"address {t.data_ptr():#x}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from tk_core.errors import type_error, value_error
 from tk_core.op import Op, Rule
 from tk_torch import launch, sharding
-from tk_torch.functions import Call, Context, Gradient, RuleGradient, eager_function, functional_function
+from tk_torch.functions import Call, Context, Gradient, NoGradient, RuleGradient, StraightThrough, eager_function, functional_function
 
 _library = torch.library.Library("tk", "FRAGMENT")
 _SCHEMA_TYPES = {int: "int", float: "float", str: "str", bool: "bool"}
@@ -48,6 +48,18 @@ def _any_requires_grad(tensors: Sequence[Any]) -> bool:
     return False
 
 
+class _Masks(dict):
+    """The names that a bit mask stands for."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __missing__(self, mask: int) -> frozenset[str]:
+        self[mask] = found = frozenset(name for i, name in enumerate(self.names) if mask >> i & 1)
+        return found
+
+
 class Direction:
     """One rule as a torch operator: schema, implementation, fake, autograd, and the Function for torch.func.
 
@@ -68,7 +80,8 @@ class Direction:
         # gradients are computed on demand, results of a forward rule always
         self.selective = any(arg.optional for arg in rule.outs.values())
         self.runner = launch.Runner(rule)
-        self.masks = {mask: frozenset(n for i, n in enumerate(rule.outs) if mask >> i & 1) for mask in range(1 << len(rule.outs))}
+        self.differentiable = not isinstance(gradient, NoGradient)
+        self.masks = _Masks(tuple(rule.outs))
         self.apply = eager_function(self)
         self.func_function = functional_function(self)
         self.operator = self._register()
@@ -84,7 +97,7 @@ class Direction:
         if _is_compiling():
             return self._dispatch(tensors, values, mask)
         if is_plain(tensors):
-            if _is_grad_enabled() and _any_requires_grad(tensors[: self.num_ins]):
+            if self.differentiable and _is_grad_enabled() and _any_requires_grad(tensors[: self.num_ins]):
                 given = given or {}
                 carried = tuple(tensors[self.num_ins :]) or self.nothing_carried
                 return list(self.apply(Call(True, values, mask, context, tuple(given), carried), *tensors[: self.num_ins], *given.values()))
@@ -161,7 +174,7 @@ class Direction:
         if sharding.has_dtensor(tensors):
             sharding.register(self)
         ins = tensors[: self.num_ins]
-        needs = _is_grad_enabled() and any(t is not None and t.requires_grad for t in ins)
+        needs = self.differentiable and _is_grad_enabled() and any(t is not None and t.requires_grad for t in ins)
         # duals of forward mode go through the Function as well: it refuses them instead of dropping them
         if needs or _forward_ad._current_level >= 0:
             outs = self.apply(Call(False, values, mask, None, (), tuple(tensors[self.num_ins :]) or self.nothing_carried), *ins)
@@ -188,13 +201,25 @@ class TorchOp:
         self.op = op
         self.num_ins = len(op.forward.ins)
         self.backward = Direction(op.backward, Gradient(op.name)) if op.backward is not None else None
-        gradient = RuleGradient(op, self.backward) if self.backward is not None else Gradient(op.name)
-        self.forward = Direction(op.forward, gradient)
+        self.forward = Direction(op.forward, self._gradient())
         self.public = [i for i, name in enumerate(op.forward.outs) if name in op.returns]
         self.num_public = len(self.public)
         self.everything = self.forward.masks[self.forward.all]
         self.defaults = op.forward.attributes({})
         self._known: dict[tuple, tuple] = {}
+
+    def _gradient(self) -> Gradient:
+        if self.backward is not None:
+            return RuleGradient(self.op, self.backward)
+        return StraightThrough(self.op.name) if self.op.straight_through else NoGradient(self.op.name)
+
+    def some(self, wanted: Sequence[str], *tensors: Any, given: dict[str, Tensor] | None = None, **attrs: Any) -> list[Tensor | None]:
+        """Only the wanted results, None for the others; absent trailing arguments may be left out; `given` are results to write to."""
+        if len(tensors) < self.num_ins:
+            tensors = (*tensors, *(None,) * (self.num_ins - len(tensors)))
+        values = self.attributes(attrs) if attrs else self.defaults
+        mask = sum(1 << i for i, name in enumerate(self.op.forward.outs) if name in wanted)
+        return self._into(tensors, values, mask, None, given) if given else self.forward.call(tensors, values, mask)
 
     def __call__(
         self,
@@ -213,10 +238,11 @@ class TorchOp:
         values = self.attributes(attrs) if attrs else self.defaults
         forward = self.forward
         if out is not None:
-            return self._into(self._carrying(tensors, accumulators), values, context, out)
+            outs = self._into(self._carrying(tensors, accumulators), values, forward.all, context, out)
+            return outs[self.public[0]] if self.num_public == 1 else tuple(outs[i] for i in self.public)
         if _is_compiling() or not is_plain(tensors):
             outs = forward.call(self._carrying(tensors, accumulators), values, forward.all, context)
-        elif _is_grad_enabled() and _any_requires_grad(tensors):
+        elif forward.differentiable and _is_grad_enabled() and _any_requires_grad(tensors):
             # here and below the shortest way, where `call` would lead as well
             carried = tuple(map(accumulators.get, forward.carried)) if accumulators else forward.nothing_carried
             outs = forward.apply(Call(True, values, forward.all, context, (), carried), *tensors)
@@ -242,7 +268,9 @@ class TorchOp:
             self._known[key] = values
         return values
 
-    def _into(self, tensors: Sequence[Any], values: tuple, context: Any, out: dict[str, Tensor]) -> Any:
+    def _into(
+        self, tensors: Sequence[Any], values: tuple, mask: int, context: Any, out: dict[str, Tensor]
+    ) -> list[Tensor | None]:
         """Write to the caller's tensors: directly in plain eager, by a copy where a transform is at work."""
         forward = self.forward
         for name, t in out.items():
@@ -251,13 +279,12 @@ class TorchOp:
         if not _is_compiling() and is_plain((*tensors, *out.values())):
             if _is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
                 self._judge_overlap(tensors, out)
-            outs = forward.call(tensors, values, forward.all, context, out)
-        else:
-            outs = forward.call(tensors, values, forward.all, context)
-            for i, name in enumerate(forward.rule.outs):
-                if name in out:
-                    outs[i] = out[name].copy_(outs[i])
-        return outs[self.public[0]] if self.num_public == 1 else tuple(outs[i] for i in self.public)
+            return forward.call(tensors, values, mask, context, out)
+        outs = forward.call(tensors, values, mask, context)
+        for i, name in enumerate(forward.rule.outs):
+            if name in out:
+                outs[i] = out[name].copy_(outs[i])
+        return outs
 
     def _judge_overlap(self, tensors: Sequence[Any], out: dict[str, Tensor]) -> None:
         saved = [(n, t) for n, t in zip(self.op.forward.ins, tensors, strict=False) if t is not None and n in self.op.saved]

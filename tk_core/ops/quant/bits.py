@@ -51,13 +51,23 @@ def amax_bf16(P, pairs):
         return top
     top = pairs[0] & u32(0x7FFF7FFF)
     for pair in pairs[1:]:
-        top = P.call_pure_extern(U32, "tk_absmax_bf16x2", top, pair)
+        top = absmax_bf16x2(P, top, pair)
     return P.max(float_of(P, top << u32(16)), float_of(P, top & u32(0xFFFF0000)))
+
+
+def absmax_bf16x2(P, top, pair):
+    """CUDA only. The larger of two bf16, no sign set, and the magnitudes of two others."""
+    return P.call_pure_extern(U32, "tk_absmax_bf16x2", top, pair)
 
 
 def has_e4m3(P) -> bool:
     """Whether the target converts E4M3 in hardware."""
     return P.sm >= 89
+
+
+def store_words(P, buffer, index, words):
+    """CUDA only. Neighbouring words, a power of two of at most four, in one store: nvcc takes some vector stores apart."""
+    return P.call_extern("handle", f"tk_store{len(words)}", P.address_of(buffer[index]), *words)
 
 
 # ------------------------------------------------------------------ instructions that TileLang has no name for
@@ -75,6 +85,15 @@ static __device__ __forceinline__ unsigned tk_absmax_bf16x2(unsigned top, unsign
   asm("{ .reg .b32 a; abs.bf16x2 a, %2; max.bf16x2 %0, %1, a; }" : "=r"(r) : "r"(top), "r"(x));
   return r;
 }
+static __device__ __forceinline__ void tk_store1(const void* p, unsigned a) {
+  *(unsigned*)p = a;
+}
+static __device__ __forceinline__ void tk_store2(const void* p, unsigned a, unsigned b) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(a), "r"(b));
+}
+static __device__ __forceinline__ void tk_store4(const void* p, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d));
+}
 static __device__ __forceinline__ unsigned tk_prmt(unsigned a, unsigned b, unsigned selector) {
   unsigned r;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
@@ -89,14 +108,25 @@ static __device__ __forceinline__ unsigned tk_e4m3x4(float a, float b, float c, 
       : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
   return r;
 }
+// of two in a word: the low or the high one, which the instructions select for nothing
 static __device__ __forceinline__ unsigned tk_e4m3x2_half(unsigned codes) {
   unsigned r;
   asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l; }" : "=r"(r) : "r"(codes));
   return r;
 }
-static __device__ __forceinline__ float tk_half_f32(unsigned h) {
+static __device__ __forceinline__ unsigned tk_e4m3x2_half_high(unsigned codes) {
+  unsigned r;
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, h; }" : "=r"(r) : "r"(codes));
+  return r;
+}
+static __device__ __forceinline__ float tk_half_f32(unsigned halves) {
   float r;
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(r) : "r"(h));
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(r) : "r"(halves));
+  return r;
+}
+static __device__ __forceinline__ float tk_half_f32_high(unsigned halves) {
+  float r;
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(r) : "r"(halves));
   return r;
 }
 """

@@ -126,8 +126,12 @@ class Format(ABC):
     # ---- groups
 
     @abstractmethod
+    def join(self, codes):
+        """`group` clean codes -> `words` words."""
+
     def pack(self, P, values):
         """`group` values -> `words` words."""
+        return self.join([self.encode(P, v) for v in values])
 
     @abstractmethod
     def unpack(self, P, words):
@@ -138,6 +142,8 @@ class _E4M3(Format):
     """One byte. The hardware converts from sm_89 on, two elements an instruction."""
 
     def encode(self, P, x):
+        if has_e4m3(P):
+            return self.pack(P, [x] * 4)[0] & u32(0xFF)
         return select(P.isnan(x), u32(self.nan), super().encode(P, x))
 
     def decode_by_definition(self, P, code):
@@ -145,31 +151,33 @@ class _E4M3(Format):
         return select(P.Cast("int32", code & u32(0x7F)) == self.nan, constant(P, float("nan")), value)
 
     def decode(self, P, code):
+        if has_e4m3(P):
+            return self.unpack(P, [code])[0]
         value = Format.decode(self, P, code)
         return select(P.Cast("int32", code & u32(0x7F)) == self.nan, constant(P, float("nan")), value) if P.sm else value
 
+    def join(self, codes):
+        return [join_bytes(codes)]
+
     def pack(self, P, values):
-        if has_e4m3(P):
-            return [P.call_pure_extern(U32, "tk_e4m3x4", *values)]
-        a, b, c, d = (self.encode(P, v) for v in values)
-        return [a | (b << u32(8)) | (c << u32(16)) | (d << u32(24))]
+        return [P.call_pure_extern(U32, "tk_e4m3x4", *values)] if has_e4m3(P) else super().pack(P, values)
 
     def unpack(self, P, words):
         if not has_e4m3(P):
             return [self.decode(P, (words[0] >> u32(8 * i)) & u32(0xFF)) for i in range(4)]
-        pairs = [P.call_pure_extern(U32, "tk_e4m3x2_half", words[0] >> u32(16 * i)) for i in range(2)]
-        return [P.call_pure_extern(F32, "tk_half_f32", pairs[i // 2] >> u32(16 * (i % 2))) for i in range(4)]
+        pairs = [P.call_pure_extern(U32, "tk_e4m3x2_half" + high, words[0]) for high in ("", "_high")]
+        return [P.call_pure_extern(F32, "tk_half_f32" + high, pair) for pair in pairs for high in ("", "_high")]
 
 
 class _E2M1(Format):
     """Half a byte, the first of two elements low. No hardware conversion before sm_100: table lookups by byte permutation."""
 
+    def join(self, codes):
+        return [join_bytes([codes[i] | (codes[i + 1] << u32(4)) for i in range(0, 8, 2)])]
+
     def pack(self, P, values):
         if not P.sm:
-            word = self.encode(P, values[0])
-            for i in range(1, 8):
-                word = word | (self.encode(P, values[i]) << u32(4 * i))
-            return [word]
+            return super().pack(P, values)
         # four clean codes are added up at their places, what lies above is cut off by the permutation
         half = []
         for start in (0, 4):
@@ -237,8 +245,8 @@ class _E2M1(Format):
 class _E5M6(Format):
     """Twelve bits: the upper ones of an fp16. Eight codes are a string of 96 bits, cut into words, the most significant first."""
 
-    def pack(self, P, values):
-        h = [self.encode(P, v) for v in values]
+    def join(self, codes):
+        h = codes
         # sums, not unions: a shift and an addition are one instruction on CUDA
         return [
             (h[0] << u32(20)) + ((h[1] << u32(8)) + (h[2] >> u32(4))),
@@ -247,16 +255,23 @@ class _E5M6(Format):
         ]
 
     def unpack(self, P, words):
-        a, b, c = words
         if P.sm:
-            joined = [(a << u32(24)) | (b >> u32(8)), (b << u32(28)) | (c >> u32(4))]
-            tops = [a, a << u32(12), joined[0], b << u32(4), b << u32(16), joined[1], c << u32(8), c << u32(20)]
-            return [self.decode_top(P, top) for top in tops]
-        codes = [
-            a >> u32(20), a >> u32(8), (a << u32(4)) | (b >> u32(28)), b >> u32(16),
-            b >> u32(4), (b << u32(8)) | (c >> u32(24)), c >> u32(12), c,
-        ]  # fmt: skip
-        return [self.decode(P, code & u32(0xFFF)) for code in codes]
+            return [self.decode_top(P, top) for top in self.tops(words)]
+        return [self.decode(P, top >> u32(20)) for top in self.tops(words)]
+
+    def unpack_half(self, P, words):
+        """As `unpack`, but exponent 31, which `pack` never writes, is what it is in an fp16: infinity or NaN."""
+        if has_e4m3(P):
+            return [P.call_pure_extern(F32, "tk_half_f32_high", top & u32(0xFFF00000)) for top in self.tops(words)]
+        values = self.unpack(P, words)
+        beyond = [select(P.abs(v) < constant(P, 65537.0), v * constant(P, float("inf")), constant(P, float("nan"))) for v in values]
+        return [select(P.abs(v) < constant(P, 65536.0), v, special) for v, special in zip(values, beyond, strict=True)]
+
+    def tops(self, words):
+        """The codes of a group as the highest bits of words; what is below them is left over."""
+        a, b, c = words
+        joined = [(a << u32(24)) | (b >> u32(8)), (b << u32(28)) | (c >> u32(4))]
+        return [a, a << u32(12), joined[0], b << u32(4), b << u32(16), joined[1], c << u32(8), c << u32(20)]
 
 
 def _table_byte(P, table, code):

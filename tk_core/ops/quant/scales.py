@@ -4,6 +4,7 @@ Amax comes clamped. The formulas are those of the specification, bit for bit.
 """
 
 from tk_core.bits import f32_bits, select, u32
+from tk_core.ops.mhc.common import reciprocal
 from tk_core.ops.quant.bits import bits_of, constant, divide, float_of
 from tk_core.ops.quant.formats import E4M3, Format
 
@@ -70,7 +71,12 @@ class E4m3Scale:
     name = "e4m3"
 
     def stored(self, P, a, fmt: Format):
-        return E4M3.encode(P, divide(P, a, constant(P, fmt.max)))
+        if P.cpu:
+            return E4M3.encode(P, divide(P, a, constant(P, fmt.max)))
+        # the quotient and one correction are a division rounded once, for all of these divisors, as long as nothing underflows:
+        # the smallest scale keeps a far from that
+        q = P.mul(a, P.f32(1 / fmt.max))
+        return E4M3.encode(P, P.fma(P.fma(-q, P.f32(fmt.max), a), P.f32(1 / fmt.max), q))
 
     def inverse(self, P, a, stored, fmt: Format):
         return self.inverse_of(P, stored)
@@ -79,7 +85,7 @@ class E4m3Scale:
         return E4M3.decode(P, stored)
 
     def inverse_of(self, P, stored):
-        return divide(P, constant(P, 1.0), self.value(P, stored))
+        return reciprocal(P, self.value(P, stored))
 
 
 SCALES = {s.name: s for s in (Fp32Scale(), Ue8m0Scale(), E4m3Scale())}
