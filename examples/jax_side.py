@@ -1,4 +1,4 @@
-"""The demo in JAX: mHC from tk_jax, everything else from jax.numpy."""
+"""The demo in JAX: mHC and FP8 rounding from tk_jax, everything else from jax.numpy."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from model import Config
 
-from tk_jax import mhc
+from tk_jax import mhc, quant
 
 Weights = dict[str, Array]
 
@@ -29,19 +29,24 @@ def connect(config: Config, w: Weights, prefix: str, residual: Array, sublayer: 
     return mhc.mhc_post(sublayer(layer_input), residual, *mixes)
 
 
+def product(config: Config, x: Array, weight: Array) -> Array:
+    """x @ weight; the gradient goes straight through the rounding of x."""
+    return (quant.fake_quant(x, "e4m3", 128) if config.fp8 else x) @ weight
+
+
 def attention(config: Config, w: Weights, prefix: str, x: Array) -> Array:
     batch, length, hidden = x.shape
     x = rms_norm(x, w[f"{prefix}.norm"])
-    q, k, v = (x @ w[f"{prefix}.qkv"]).reshape(batch, length, 3, config.heads, -1).transpose(2, 0, 3, 1, 4)
+    q, k, v = product(config, x, w[f"{prefix}.qkv"]).reshape(batch, length, 3, config.heads, -1).transpose(2, 0, 3, 1, 4)
     scores = q @ k.swapaxes(-1, -2) * (hidden // config.heads) ** -0.5
     scores = jnp.where(jnp.triu(jnp.ones((length, length), bool), 1), -1e9, scores)
     mixed = (jax.nn.softmax(scores) @ v).swapaxes(1, 2).reshape(batch, length, hidden)
-    return (mixed @ w[f"{prefix}.out"]).astype(jnp.bfloat16)
+    return product(config, mixed, w[f"{prefix}.out"]).astype(jnp.bfloat16)
 
 
 def ffn(config: Config, w: Weights, prefix: str, x: Array) -> Array:
     x = rms_norm(x, w[f"{prefix}.norm"])
-    return (jax.nn.silu(x @ w[f"{prefix}.up"]) @ w[f"{prefix}.down"]).astype(jnp.bfloat16)
+    return product(config, jax.nn.silu(product(config, x, w[f"{prefix}.up"])), w[f"{prefix}.down"]).astype(jnp.bfloat16)
 
 
 def loss_of(config: Config, w: Weights, tokens: Array) -> Array:

@@ -18,6 +18,8 @@ class Config:
     sinkhorn: int = 20
     length: int = 128
     vocabulary: int = 256
+    # activations that enter a product are rounded to E4M3, 128 channels a scale
+    fp8: bool = False
 
 
 def initial_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:

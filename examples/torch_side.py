@@ -1,4 +1,4 @@
-"""The demo in PyTorch: mHC from tk_torch, everything else from torch."""
+"""The demo in PyTorch: mHC and FP8 rounding from tk_torch, everything else from torch."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from model import Config
 from torch import Tensor
 
-from tk_torch import mhc
+from tk_torch import mhc, quant
 
 
 class Model(torch.nn.Module):
@@ -33,18 +33,22 @@ class Model(torch.nn.Module):
         )  # fmt: skip
         return mhc.mhc_post(sublayer(layer_input), residual, *mixes)
 
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight; the gradient goes straight through the rounding of x."""
+        return (quant.fake_quant(x, "e4m3", 128) if self.config.fp8 else x) @ weight
+
     def attention(self, prefix: str, x: Tensor) -> Tensor:
         batch, length, hidden = x.shape
         x = F.rms_norm(x.float(), (hidden,), self.part(prefix, "norm"), 1e-6)
-        q, k, v = (x @ self.part(prefix, "qkv")).view(batch, length, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self.product(x, self.part(prefix, "qkv")).view(batch, length, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
         scores = q @ k.transpose(-1, -2) * (hidden // self.config.heads) ** -0.5
         scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1), -1e9)
         mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, hidden)
-        return (mixed @ self.part(prefix, "out")).bfloat16()
+        return self.product(mixed, self.part(prefix, "out")).bfloat16()
 
     def ffn(self, prefix: str, x: Tensor) -> Tensor:
         x = F.rms_norm(x.float(), x.shape[-1:], self.part(prefix, "norm"), 1e-6)
-        return (F.silu(x @ self.part(prefix, "up")) @ self.part(prefix, "down")).bfloat16()
+        return self.product(F.silu(self.product(x, self.part(prefix, "up"))), self.part(prefix, "down")).bfloat16()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean cross-entropy of the next byte."""

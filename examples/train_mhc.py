@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
+    parser.add_argument("--fp8", action="store_true", help="train also with activations rounded to FP8, and show the loss beside bf16")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
 
@@ -93,7 +95,37 @@ def main() -> int:
         "torch": run("PyTorch", args.steps, torch_side.train(config, weights, data, rates, device)),
         "jax": run("JAX", args.steps, jax_side.train(config, weights, data, rates)),
     }
-    return report(args, config, device, entropy, runs)
+    status = report(args, config, device, entropy, runs)
+    if args.fp8:
+        rounded = replace(config, fp8=True)
+        runs |= {
+            "torch, fp8": run("PyTorch, FP8", args.steps, torch_side.train(rounded, weights, data, rates, device)),
+            "jax, fp8": run("JAX, FP8", args.steps, jax_side.train(rounded, weights, data, rates)),
+        }
+        status = max(status, report_fp8(args, runs))
+    return status
+
+
+def report_fp8(args: argparse.Namespace, runs: dict) -> int:
+    """Print the curves with and without rounding; whether both frameworks stay together, and close to the unrounded loss."""
+    table = Table("step", "PyTorch", "PyTorch, FP8", "JAX", "JAX, FP8")
+    names = ("torch", "torch, fp8", "jax", "jax, fp8")
+    for step in range(max(args.steps // 10, 1) - 1, args.steps, max(args.steps // 10, 1)):
+        table.add_row(str(step + 1), *(f"{runs[name]['loss'][step]:.5f}" for name in names))
+    Console().print(table)
+    last = max(args.steps // 10, 1)
+    final = {name: float(np.mean(runs[name]["loss"][-last:])) for name in names}
+    for name in names:
+        print(f"{name:12} final loss {final[name]:.4f} nats a byte (mean of the last {last} steps)")
+    difference = np.abs(np.array(runs["torch, fp8"]["loss"]) - np.array(runs["jax, fp8"]["loss"])).max()
+    print(f"largest difference of the FP8 curves {difference:.2e} (tolerance {TOLERANCE})")
+    (args.out / "demo_fp8.json").write_text(
+        json.dumps({"final_loss": final, "runs": {name: runs[name]["loss"] for name in names}}, indent=1)
+    )
+    if difference > TOLERANCE:
+        print("FAILED: the FP8 curves do not stay together", file=sys.stderr)
+        return 1
+    return 0
 
 
 def report(args: argparse.Namespace, config: Config, device: str, entropy: float, runs: dict) -> int:

@@ -48,7 +48,10 @@ class QuantTorch(Torch):
             assert t.is_contiguous()
             return self.numpy(t)
         R, Ra = t.shape[0], t.stride(1)
-        assert t.stride(0) == 1 and Ra >= R and Ra * t.element_size() % 16 == 0 and t.storage_offset() == 0
+        assert t.stride(0) == 1
+        assert Ra >= R
+        assert Ra * t.element_size() % 16 == 0
+        assert t.storage_offset() == 0
         return self.numpy(t.as_strided((t.shape[1], Ra), (Ra, 1)))
 
     def numpy(self, t):

@@ -91,8 +91,9 @@ def evaluate(expression: str, env: Mapping[str, Any]) -> Any:
 class Launch:
     """One kernel of a rule: `build(P, **static)` makes its function, `"x w -> y; eps"` orders its parameters.
 
-    `key` names the sizes, attributes and dtypes that are compiled in; a dtype that varies must be among them. A builder with a parameter `has` is told which optional
-    arguments and which results there are; a result with a plus sign there is to be added to what its buffer holds.
+    `key` names the sizes, attributes and dtypes that are compiled in; a dtype that varies must be among them. A builder with a
+    parameter `has` is told which optional arguments and which results there are; a result with a plus sign there is to be added to
+    what its buffer holds.
     """
 
     build: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""The operations for PyTorch: `tk_torch.mhc`, and modules in `tk_torch.nn`.
+"""The operations for PyTorch: `tk_torch.mhc`, `tk_torch.quant`, and modules in `tk_torch.nn`.
 
 Operators are registered as `torch.ops.tk.*` with fakes and autograd when their module is imported.
 """
@@ -11,10 +11,10 @@ from typing import Any
 from tk_core.config import *  # noqa: F403
 from tk_core.config import __all__ as _settings
 
-__all__ = ["config", "mhc", "nn", *_settings]  # noqa: F405
+__all__ = ["config", "mhc", "nn", "quant", *_settings]  # noqa: F405
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("config", "mhc", "nn"):
+    if name in ("config", "mhc", "nn", "quant"):
         return importlib.import_module(f"tk_torch.{name}")
     raise AttributeError(f"module 'tk_torch' has no attribute {name!r}")

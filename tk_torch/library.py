@@ -268,9 +268,7 @@ class TorchOp:
             self._known[key] = values
         return values
 
-    def _into(
-        self, tensors: Sequence[Any], values: tuple, mask: int, context: Any, out: dict[str, Tensor]
-    ) -> list[Tensor | None]:
+    def _into(self, tensors: Sequence[Any], values: tuple, mask: int, context: Any, out: dict[str, Tensor]) -> list[Tensor | None]:
         """Write to the caller's tensors: directly in plain eager, by a copy where a transform is at work."""
         forward = self.forward
         for name, t in out.items():

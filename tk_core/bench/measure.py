@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tk_core import registry
-from tk_core.bench import eager, timers
+from tk_core.bench import eager, quant, timers
 from tk_core.bench.cases import CASES, inputs
 from tk_core.bench.run import Entry
 from tk_core.dtypes import numpy_dtype
@@ -29,7 +29,7 @@ class Runner:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self._copies: dict[int, float] = {}
+        self._copies: dict[tuple, float] = {}
 
     def about(self) -> dict[str, Any]:
         """Machine and versions."""
@@ -158,14 +158,33 @@ class Runner:
         gbps = entry.bytes / us / 1e3
         return row | {"us": round(us, 2), "gbps": round(gbps), "copy_gbps": round(copy), "of_copy": round(gbps / copy, 4)}
 
-    def _copy_gbps(self, count: int) -> float:
-        """Bandwidth of a copy that moves as many bytes, in the same run."""
-        if count not in self._copies:
+    def quant(self, row: quant.Row) -> dict[str, Any]:
+        """The row of a cast, or what is wrong with it as `error`: verified, then timed by the timer of its peer."""
+        about: dict[str, Any] = {"op": row.function, "direction": "fwd", "variant": row.variant, "rows": row.rows, "hidden": row.hidden}
+        wrong = quant.verify(row, self.device)
+        if wrong:
+            return about | {"error": wrong}
+        given = quant.inputs(row, 10, self.device)
+        count = quant.least_bytes(row, given[1])
+        sets = [given, *(quant.inputs(row, 10 + i, self.device) for i in range(1, 1 if self.device == "cpu" else 3))]
+        calls = [lambda x=x, named=named: quant.call(row, x, named) for x, named in sets]
+        timer = timers.wall_us if self.device == "cpu" else timers.kernel_us if row.timer == "kernel" else timers.event_us
+        us, copy = timer(calls), self._copy_gbps(count, timer)
+        gbps = count / us / 1e3
+        return about | {
+            "bytes": count, "timer": "wall" if self.device == "cpu" else row.timer, "us": round(us, 2), "gbps": round(gbps),
+            "copy_gbps": round(copy), "of_copy": round(gbps / copy, 4),
+        }  # fmt: skip
+
+    def _copy_gbps(self, count: int, timer: Any = None) -> float:
+        """Bandwidth of a copy that moves as many bytes, in the same run and by the same timer."""
+        timer = timer or (timers.event_us if self.device == "cuda" else timers.wall_us)
+        key = (count, timer)
+        if key not in self._copies:
             source = torch.empty(max(count // 2, 16), dtype=torch.int8, device=self.device).fill_(1)
             target = torch.empty_like(source)
-            timer = timers.event_us if self.device == "cuda" else timers.wall_us
-            self._copies[count] = count / timer([lambda: target.copy_(source)]) / 1e3
-        return self._copies[count]
+            self._copies[key] = count / timer([lambda: target.copy_(source)]) / 1e3
+        return self._copies[key]
 
     def _eager_calls(self, entry: Entry) -> list[Callable[[], Any]]:
         function, attrs = getattr(eager, entry.case.op), dict(entry.case.attrs)

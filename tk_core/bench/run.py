@@ -75,7 +75,8 @@ def main(args: argparse.Namespace) -> int:
     about = {"meta": True, "date": time.strftime("%Y-%m-%d"), **runner.about(), "timer": "event" if device == "cuda" else "wall"}
     print(" ".join(f"{k}={v}" for k, v in about.items() if k != "meta"))
     results, red = [], 0
-    for entry in entries(args.ops, rows, hidden):
+    mhc = [name for name in args.ops if name in CASES]
+    for entry in entries(mhc, rows, hidden) if mhc or not args.ops else ():
         wrong = runner.verify(entry)
         if wrong:
             red += 1
@@ -85,6 +86,16 @@ def main(args: argparse.Namespace) -> int:
         peer = table.best(entry.case.op, entry.direction, entry.rows, entry.hidden, dict(entry.case.attrs), entry.accumulating)
         if peer is not None and device == "cuda" and peer["timer"] == "event":
             row |= {"peer": peer["peer"], "peer_us": peer["time_us"], "ratio": round(peer["time_us"] / row["us"], 3)}
+        results.append(row)
+        print(line(row), flush=True)
+    for cast in measure.quant.all_rows(table, args.ops, args.rows, args.hidden) if device == "cuda" or args.ops else ():
+        row = runner.quant(cast)
+        if "error" in row:
+            red += 1
+            print(f"{row['op']} {row['variant']} {row['rows']} x {row['hidden']}: WRONG, not timed: {row['error']}", flush=True)
+            continue
+        if cast.peer is not None and device == "cuda":
+            row |= {"peer": cast.peer["peer"], "peer_us": cast.peer["time_us"], "ratio": round(cast.peer["time_us"] / row["us"], 3)}
         results.append(row)
         print(line(row), flush=True)
     host = [] if args.no_host else runner.host()

@@ -123,7 +123,8 @@ def _cast(
     values = raw if sf_in is None else raw * sf_in
     result = scales(_block_max(np.abs(values), block), fmt, round_sf, use_e4m3_sf, amax_clamp)
     inv = _spread(result.inv, block, values.shape)
-    v = values * inv if sf_in is None or dequantize_first else raw * (sf_in * inv)
+    # a finite factor, for it may be that of zeros with a large scale, in a block whose own scale is small
+    v = values * inv if sf_in is None or dequantize_first else raw * np.fmin(sf_in * inv, np.finfo(np.float32).max)
     codes = fmt.encode(v) if seed is None else fmt.encode_stochastic(v, random_bits(v, seed))
     return codes, lay_out(result.stored, col_major, packed, token_packed)
 
