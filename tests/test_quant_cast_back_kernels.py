@@ -76,7 +76,7 @@ def test_dequantize(case):
         data, sf = quantized(size, fmt, blocks, flags, e4m3_scales)
         want = q.cast_back((data, sf), out, blocks, "e5m6" if fmt == "e5m6" else None)
         stored = storage(sf, flags[0])
-        named = {"out": out, "block_k": blocks[1]}
+        named = {"to": out, "block_k": blocks[1]}
         same(tk_core.call(dequantize, data, stored, block_m=blocks[0], col=flags[0], **named), want)
         if blocks[0] == 1 and not flags[0] and size == sizes[-1]:
             same(tk_core.call(dequantize_rows, data, stored, **named), want)
@@ -93,16 +93,16 @@ def test_every_code(fmt):
     for out in ("bf16", "fp32"):
         block = (1, 64 if fmt != "e5m6" else 512)
         want = q.cast_back((data, sf), out, block, "e5m6" if fmt == "e5m6" else None)
-        same_values(tk_core.call(dequantize, data, sf, out=out, block_k=block[1]), want)
+        same_values(tk_core.call(dequantize, data, sf, to=out, block_k=block[1]), want)
 
 
 def test_scales_of_any_value():
     """UE8M0 0 and 255, E4M3 NaN, zero and subnormal fp32 scales are applied as they are."""
     data = F8.type(1.75) * np.ones((6, 128), F8)
     words = np.array([[0x01020304], [0x00FF0080], [0x7F7F7F7F], [0], [-1], [0x10FE00FF]], np.int32)
-    same_values(tk_core.call(dequantize, data, words, out="fp32", block_k=32), q.cast_back((data, words), "fp32", (1, 32)))
+    same_values(tk_core.call(dequantize, data, words, to="fp32", block_k=32), q.cast_back((data, words), "fp32", (1, 32)))
     sf = f32(["00000001", "00400000", "7F800000", "7FC00000", 0, -3])[:, None]
-    same_values(tk_core.call(dequantize, data, sf, out="fp32", block_k=128), q.cast_back((data, sf), "fp32", (1, 128)))
+    same_values(tk_core.call(dequantize, data, sf, to="fp32", block_k=128), q.cast_back((data, sf), "fp32", (1, 128)))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -129,7 +129,7 @@ def test_wrong_arguments():
         ({"block_k": 12}, "block_k"),
         ({"block_k": 64}, "sf"),
         ({"block_m": 0}, "block_m"),
-        ({"out": "fp16"}, "out"),
+        ({"to": "fp16"}, "to"),
         ({"block_m": 33, "block_k": 1, "col": True}, "col"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -251,7 +251,7 @@ def test_stochastic_arguments():
 def test_unpack_e2m1(out):
     x = np.arange(-128, 127, dtype=np.int8).reshape(5, 3, 17)
     for packed in (x, x[0, 0]):
-        same(tk_core.call(unpack_e2m1, packed, out=out), q.unpack_from_e2m1fn_x2(packed, DTYPES[out]))
+        same(tk_core.call(unpack_e2m1, packed, to=out), q.unpack_from_e2m1fn_x2(packed, DTYPES[out]))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64])

@@ -14,6 +14,8 @@ from tk_core.ops.quant import bits
 from tk_core.ops.quant.formats import E2M1, E4M3, FORMATS
 from tk_core.ops.quant.scales import SCALES
 
+pytestmark = pytest.mark.anywhere
+
 # "permute": what is generated for CUDA where there is no conversion in hardware, run on the CPU with the instructions imitated
 DEVICES = ["cpu", "permute", *(["cuda"] if torch.cuda.is_available() else [])]
 PERMUTE = """

@@ -64,7 +64,8 @@ def requests(H: int) -> Iterator[tuple[Request, Sequence[Type | None]]]:
         yield elements.cast(op, data, to, stochastic), _types(data)
     flat = Data((M * H,), F32)
     yield elements.cast(op, flat, BF16, True), _types(flat)
-    yield Request(op, weight_sf.weight_sf, {"block_size": 128}, tuple(weight_sf.weight_sf.forward.outs)), [((1, H // 128, H // 128), F32, "")]
+    declared = weight_sf.weight_sf
+    yield Request(op, declared, {"block_size": 128}, tuple(declared.forward.outs)), [((1, H // 128, H // 128), F32, "")]
 
 
 def _types(*arrays: Data | Scale | None) -> list[Type | None]:

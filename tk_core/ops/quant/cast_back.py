@@ -109,15 +109,15 @@ def check(name: str):
             raise value_error(name, "x", "rows of a positive multiple of 12 bytes", f"C = {C}")
         if fmt is not E5M6 and (H % 64 or not H):
             raise value_error(name, "x", "a positive multiple of 64 columns", f"{H}")
-        if env["out"] not in OUT:
-            raise value_error(name, "out", "'bf16' or 'fp32'", env["out"])
+        if env["to"] not in OUT:
+            raise value_error(name, "to", "'bf16' or 'fp32'", env["to"])
         if block_m < 1:
             raise value_error(name, "block_m", "at least 1", block_m)
         if not (block_k == 1 or block_k == H or (block_k > 1 and block_k % 8 == 0)):
             raise value_error(name, "block_k", "1, a multiple of 8, or all columns", block_k)
         if col and block_k == 1:
             raise value_error(name, "col", "False for a scale a channel", col)
-        env["H"], env["y_dtype"] = H, OUT[env["out"]]
+        env["H"], env["y_dtype"] = H, OUT[env["to"]]
         R, G = -(-env.get("M", env["rows"]) // block_m), -(-H // block_k)
         shape = (env.get("A", R), env["B"])
         check_scales(name, "sf", shape, env["sf_dtype"], R, G, col, tokens=block_k == 1)
@@ -141,11 +141,11 @@ Args:
         or along the tokens where block_k is 1.
 
 Attributes:
-    out: "bf16" or "fp32".
+    to: "bf16" or "fp32".
     block_k: channels of a block: 1, a multiple of 8, or H.
 
 Returns:
-    [.., H] in the dtype of `out`.
+    [.., H] in the dtype of `to`.
 
 Raises:
     TypeError: a dtype is another one.
@@ -168,7 +168,7 @@ dequantize = declare(
     "quant",
     "x[M, C]:e4m3|i8|u8 sf[A, B]:f32|i32|e4m3 -> y[M, H]:y_dtype",
     [Launch(dequantize_tiles, "x sf -> y", key=KEY + " block_m col", pass_configs=IN_BOUNDS)],
-    attrs={"out": "bf16", "block_m": 1, "block_k": 128, "col": False},
+    attrs={"to": "bf16", "block_m": 1, "block_k": 128, "col": False},
     check=check("dequantize"),
     strided="sf",
     loose="sf",
@@ -180,7 +180,7 @@ dequantize_rows = declare(
     "quant",
     "x[..., C]:e4m3|i8|u8 sf[..., B]:f32|i32|e4m3 -> y[..., H]:y_dtype",
     [Launch(dequantize_tiles, "x sf -> y", key=KEY, fixed={"block_m": 1, "col": False}, pass_configs=IN_BOUNDS)],
-    attrs={"out": "bf16", "block_k": 128},
+    attrs={"to": "bf16", "block_k": 128},
     check=check("dequantize_rows"),
     doc=DOC,
 )

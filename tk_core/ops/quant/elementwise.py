@@ -293,22 +293,22 @@ unpack_e2m1 = declare(
     "quant",
     "x[..., K]:i8|u8 -> y[..., 2 * K]:y_dtype",
     [Launch(unpack, "x -> y", key="x_dtype y_dtype", pass_configs=IN_BOUNDS)],
-    attrs={"out": "fp32"},
-    check=check_choice("unpack_e2m1", "out", "fp32", "bf16", "e4m3"),
+    attrs={"to": "fp32"},
+    check=check_choice("unpack_e2m1", "to", "fp32", "bf16", "e4m3"),
     doc="""The values of packed E2M1 codes.
 
 Args:
     x: [..., K] i8 or u8, two codes a byte, the first one low.
 
 Attributes:
-    out: "fp32", "bf16" or "e4m3".
+    to: "fp32", "bf16" or "e4m3".
 
 Returns:
     [..., 2 K] in that dtype.
 
 Raises:
     TypeError: a dtype is another one.
-    ValueError: `out` is another one.
+    ValueError: `to` is another one.
 
 Numerics:
     Exact.

@@ -32,7 +32,7 @@ def cast_back_of(
         raise value_error(op, block_name, "1, 32 or 128 tokens and 1, 16, 32, 64, 128 or H channels", f"{(bm, bk)} with H = {H}")
     judge_scale(op, "x[1]", sf, -(-M // bm), -(-H // bk), (F32, INT32, E4M3), tokens=bk == 1)
     rows = bm == 1 and not sf.col and bk > 1
-    attrs = {"out": fmt, "block_k": bk} if rows else {"out": fmt, "block_m": bm, "block_k": bk, "col": sf.col}
+    attrs = {"to": fmt, "block_k": bk} if rows else {"to": fmt, "block_m": bm, "block_k": bk, "col": sf.col}
     return Request(op, cast_back.dequantize_rows if rows else cast_back.dequantize, attrs, ("y",))
 
 

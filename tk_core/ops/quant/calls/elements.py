@@ -35,7 +35,7 @@ def unpack_from_e2m1fn_x2(op: str, x: Data, out_dtype: str) -> Request:
         raise type_error(op, "x", f"dtype {INT8} or {UINT8}", x.dtype)
     if not x.shape:
         raise value_error(op, "x", "at least one axis", ())
-    return Request(op, elementwise.unpack_e2m1, {"out": _name(op, "out_dtype", out_dtype)}, ("y",))
+    return Request(op, elementwise.unpack_e2m1, {"to": _name(op, "out_dtype", out_dtype)}, ("y",))
 
 
 def pack_to_e2m1fn_x2(op: str, codes: Data) -> Request:

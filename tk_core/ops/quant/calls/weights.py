@@ -58,7 +58,7 @@ def operations() -> list[Any]:
 
 DOC = docs.doc(
     "Packed scales of every row of weights, and of every row of the transposed weights, from scales of square blocks.",
-    """sf: a list of fp32 powers of two, (Ns, Ks) or (B, Ns, Ks), the scales of weights (n, k) = (Ns, Ks) * block_size; n, k multiples of 128.
+    """sf: a list of fp32 powers of two, (Ns, Ks) or (B, Ns, Ks), the scales of weights (n, k) = (Ns, Ks) * block_size, multiples of 128.
     block_size: 32 or 128.
     transpose_sf1s: in PyTorch, a bool a weight: whether sf1 is the storage (ceil(Ns / 4), k) instead of its transposed view.
     outs: in PyTorch, an entry a weight: None, or an earlier (sf0, sf1) to overwrite.
