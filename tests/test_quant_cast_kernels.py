@@ -120,6 +120,16 @@ def test_rows(device, case, dtype):
         same_all(got, stored(q.per_token_cast(x, fmt, g, **flags(kind, col)), col))
 
 
+@pytest.mark.parametrize("case", [("e2m1", 16), ("e4m3", 128)], ids=str)
+def test_bytes_of_a_column(device, case):
+    """Row counts around the 16 of its padding, of one block of threads and of more."""
+    fmt, g = case
+    for M in (1, 15, 16, 17, 130):
+        x = samples(M, 576, "bf16")
+        got = run(quantize, [x], device, fmt=fmt, block_k=g, sf="e4m3", col=True)
+        same_all(got, stored(q.per_token_cast(x, fmt, g, **flags("e4m3", True)), True))
+
+
 @pytest.mark.parametrize("case", [("e4m3", 128, "packed", True), ("e4m3", 7168, "plain", False), ("e5m6", 7168, "round", True)], ids=str)
 def test_wide_rows(device, case):
     fmt, g, kind, col = case

@@ -49,7 +49,7 @@ class Plan:
         self.work: tuple = ()
         self.steps: tuple[Step, ...] = ()
         self.flat: tuple | None = None
-        if env["rows"] == 0 or all(0 in shape for _, shape, _ in self.outs):
+        if env["rows"] == 0 or (self.outs and all(0 in shape for _, shape, _ in self.outs)):
             return
         self.work = tuple((at[name], *rule.type_of(name, env)) for name in work)
         slot_of = {name: at[f"acc_{name}"] if name in accumulated else at[name] for name in (*rule.ins, *wanted, *work) if name in at}

@@ -98,7 +98,8 @@ def _quantized(op: str, x: Any, col: Any = False) -> tuple[Any, Any, Scale]:
     return _array(op, "x[0]", x[0]), x[1], _scale(op, "x[1]", x[1], col)
 
 
-_bound = functools.cache(bind)
+_ADVICE = "; fake_quant has a straight-through one"
+_bound = functools.cache(functools.partial(bind, advice=_ADVICE))
 
 
 def _run(request: Request, *arrays: Any) -> tuple[Array, ...]:

@@ -20,7 +20,7 @@ from tk_jax.ffi import Call, type_of
 from tk_jax.sharding import conform
 
 
-def bind(op: Op, returns: tuple[str, ...] = (), in_place: bool = False, name: str = "") -> Callable[..., Any]:
+def bind(op: Op, returns: tuple[str, ...] = (), in_place: bool = False, name: str = "", advice: str = "") -> Callable[..., Any]:
     """The operation as a function of arrays and static attributes.
 
     Args:
@@ -28,6 +28,7 @@ def bind(op: Op, returns: tuple[str, ...] = (), in_place: bool = False, name: st
         returns: the results to compute where that is not all public ones; the function gives them as a tuple.
         in_place: the only result takes the memory of the first argument where XLA may overwrite it; not differentiable then.
         name: what errors about gradients call the operation.
+        advice: what they say to do instead; with it integer results are refused as well, whose gradient would silently be zero.
 
     Returns:
         `function(*arrays, **attrs)`: arrays in the order of the declaration (`None` for an absent optional one; trailing ones may
@@ -41,7 +42,7 @@ def bind(op: Op, returns: tuple[str, ...] = (), in_place: bool = False, name: st
             arrays = _completed(rule, arrays)
         present = tuple(array is not None for array in arrays)
         given = [as_array(rule, name, array) for name, array in zip(rule.ins, arrays, strict=True) if array is not None]
-        return _compiled(op, values, present, returns, in_place, name)(*given)
+        return _compiled(op, values, present, returns, in_place, name, advice)(*given)
 
     function.__name__ = function.__qualname__ = op.name
     function.__doc__ = op.doc
@@ -68,7 +69,13 @@ def as_array(rule: Rule, name: str, value: Any) -> Any:
 
 @functools.cache
 def _compiled(
-    op: Op, values: tuple, present: tuple[bool, ...], returns: tuple[str, ...] = (), in_place: bool = False, name: str = ""
+    op: Op,
+    values: tuple,
+    present: tuple[bool, ...],
+    returns: tuple[str, ...] = (),
+    in_place: bool = False,
+    name: str = "",
+    advice: str = "",
 ) -> Any:
     """One function for a set of attributes and present arguments; jit keeps a program for every set of shapes."""
     rule = op.forward
@@ -78,9 +85,11 @@ def _compiled(
         differentiable = _differentiable(op, attrs, present, names)
     else:
         call = Call.of(rule, attrs, present, returns or rule.outs, in_place)
-        run = _straight_through if op.straight_through and not in_place else _not_differentiable
         public = tuple if returns else lambda results: op.public(dict(zip(call.wanted, results, strict=True)))
-        differentiable = run(name or op.name, call, public)
+        if op.straight_through and not in_place:
+            differentiable = _straight_through(name or op.name, call, public)
+        else:
+            differentiable = _not_differentiable(name or op.name, advice, call, public)
 
     def function(*arrays: Any) -> Any:
         given = iter(arrays)
@@ -134,7 +143,7 @@ def _differentiable(op: Op, attrs: Mapping[str, Any], present: tuple[bool, ...],
     return function
 
 
-def _not_differentiable(name: str, call: Call, public: Callable[[Any], Any]) -> Any:
+def _not_differentiable(name: str, advice: str, call: Call, public: Callable[[Any], Any]) -> Any:
     """An operation without a gradient: whoever differentiates it is told so, instead of getting zeros."""
 
     def primal(*arrays: Any) -> Any:
@@ -144,9 +153,10 @@ def _not_differentiable(name: str, call: Call, public: Callable[[Any], Any]) -> 
     function = jax.custom_jvp(primal)
 
     def refuse(primals: Any, tangents: Any) -> Any:
-        if any(not isinstance(tangent, SymbolicZero) for tangent in tangents):
-            raise NotImplementedError(f"{name}: has no gradient; fake_quant has a straight-through one")
         results = function(*primals)
+        perturbed = any(not isinstance(tangent, SymbolicZero) for tangent in tangents)
+        if perturbed and (advice or any(jnp.issubdtype(result.dtype, jnp.inexact) for result in jax.tree.leaves(results))):
+            raise NotImplementedError(f"{name}: the gradient is not implemented{advice}")
         return results, jax.tree.map(lambda result: zero_from_primal(result, symbolic_zeros=False), results)
 
     function.defjvp(refuse, symbolic_zeros=True)

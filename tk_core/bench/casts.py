@@ -34,7 +34,8 @@ def requests(H: int) -> Iterator[tuple[Request, Sequence[Type | None]]]:
         (x, "e2m1", 32, PACKED_COL), (x, "e2m1", 128, PLAIN), (wide, "e2m1", 32, ROUND), (x, "e5m6", H, ROUND), (wide, "e5m6", H, ROUND),
     ):  # fmt: skip
         yield token.per_token_cast(op, data, None, fmt, g, None, *flags), _types(data)
-    yield token.per_token_cast(op, x, None, "e2m1", 16, None, False, False, False, True), _types(x)
+    for col in (False, True):
+        yield token.per_token_cast(op, x, None, "e2m1", 16, None, col, False, False, True), _types(x)
     yield token.per_token_cast(op, x, None, "e4m3", 128, None, *PLAIN, False, True), _types(x)
     for data, sf, bm in ((e4m3, scales(128, 128), (128, 128)), (e4m3, scales(1, 128), (1, 128)), (e2m1, scales(1, 32), (1, 32))):
         yield token.per_token_cast(op, data, sf, "e4m3", 128, bm, *PACKED_COL), _types(data, sf)
@@ -64,6 +65,8 @@ def requests(H: int) -> Iterator[tuple[Request, Sequence[Type | None]]]:
         yield elements.cast(op, data, to, stochastic), _types(data)
     flat = Data((M * H,), F32)
     yield elements.cast(op, flat, BF16, True), _types(flat)
+    yield elements.unpack_from_e2m1fn_x2(op, e2m1, F32), _types(e2m1)
+    yield elements.pack_to_e2m1fn_x2(op, Data((M, H), UINT8)), _types(Data((M, H), UINT8))
     declared = weight_sf.weight_sf
     yield Request(op, declared, {"block_size": 128}, tuple(declared.forward.outs)), [((1, H // 128, H // 128), F32, "")]
 

@@ -123,12 +123,24 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], host: list[di
     """The results as tables for a document."""
     facts = ", ".join(f"{k} {v}" for k, v in about.items() if k != "meta")
     header = ("operation", "", "rows x hidden", "us", "bytes, MB", "GB/s", "of a copy", "better peer, us", "ratio", "eager, us")
-    lines = [facts, "", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    for r in results:
+    plain, casts = [r for r in results if "timer" not in r], [r for r in results if "timer" in r]
+    lines = [facts]
+    if plain:
+        lines += ["", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for r in plain:
         peer = f"{r['peer']}: {r['peer_us']}" if r.get("peer_us") else ""
         size, share = f"{r['rows']} x {r['hidden']}", f"{r['of_copy']:.1%}"
         cells = (f"`{r['op']}`", f"{r['direction']} {r['variant']}".strip(), size, r["us"], f"{r['bytes'] / 1e6:.1f}", r["gbps"], share)
         lines.append("| " + " | ".join(map(str, (*cells, peer, r.get("ratio", ""), r.get("eager_us", "")))) + " |")
+    if casts:
+        header = ("cast", "call", "rows x hidden", "timer", "us", "bytes, MB", "floor, us", "of a copy", "peer, us", "ratio")
+        lines += ["", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for r in casts:
+        # the floor is a copy of as many bytes in the same run
+        floor, size = f"{r['us'] * r['of_copy']:.1f}", f"{r['rows']} x {r['hidden']}"
+        peer = f"{r['peer'].removeprefix('TileKernels ')}: {r['peer_us']}" if r.get("peer_us") else ""
+        cells = (f"`{r['op']}`", r["variant"], size, r["timer"], r["us"], f"{r['bytes'] / 1e6:.1f}", floor, f"{r['of_copy']:.1%}", peer)
+        lines.append("| " + " | ".join(map(str, (*cells, r.get("ratio", "")))) + " |")
     if host:
         lines += ["", "| framework | host cost of one call, 8 rows | operation | us |", "|---|---|---|---|"]
         lines += [f"| {r['framework']} | {r['what']} | `{r['op']}` | {r['us']} |" for r in host]

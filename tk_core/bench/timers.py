@@ -9,13 +9,15 @@ from typing import Any
 
 # Larger than the L2 cache of any GPU that kernels are built for.
 FLUSH_BYTES = 256 * 1024 * 1024
+# Some 150 microseconds of a device that does nothing.
+PAUSE_CYCLES = 300_000
 Calls = Sequence[Callable[[], Any]]
 
 
 def event_us(calls: Calls, repeats: int = 50) -> float:
     """Device events around a call, the L2 cache flushed before it. Includes launch gaps between its kernels.
 
-    The flush is queued first and takes longer than the host needs to queue the call, so that host time is not counted.
+    The flush is queued first, and after it a pause that is longer than the host needs to queue the call: host time is not counted.
     """
     import torch
 
@@ -25,6 +27,7 @@ def event_us(calls: Calls, repeats: int = 50) -> float:
     pairs = []
     for i in range(repeats):
         flush.zero_()
+        torch.cuda._sleep(PAUSE_CYCLES)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         calls[i % len(calls)]()

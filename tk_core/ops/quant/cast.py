@@ -34,8 +34,8 @@ def shape_of(P, H, x_dtype, fmt, block_m, block_k, within=0, col_e4m3=False, vec
     else:
         best = {BF16: 16 if fmt is E2M1 else 8, E4M3_DTYPE: 16, "int8": 32}[x_dtype]
     if col_e4m3:
-        # bytes of four rows are one word of a column
-        shape.setdefault("rows", 4)
+        # bytes of four rows are one word of a column, and threads of a warp below each other store neighbouring words
+        shape = {"rows": 4, "deep": 4, "resident": 4} | shape
     vector = 64 if P.cpu else vector or best
     return geometry(P, H, block_m, block_k, gcd(vector, within or H), SOURCES[x_dtype].bits, **shape)
 

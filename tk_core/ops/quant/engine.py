@@ -23,7 +23,7 @@ FLT_MAX = 2.0**128 - 2.0**104
 
 def in_words(P, g, kind: str) -> bool:
     """Whether the four blocks of every word of exponents lie in one warp."""
-    return kind == "packed" and not P.cpu and (g.blocks == 1 or g.across % (PACK * g.lanes) == 0)
+    return kind == "packed" and not P.cpu and (g.blocks == 1 or g.side % (PACK * g.lanes) == 0)
 
 
 def as_stored(P, g, sf, kind: str):
@@ -68,7 +68,9 @@ def scale_writer(P, g, kind: str, col: bool):
     # bytes behind the last exponent, rows behind the last one
     behind = -G % PACK if packed and not words else 0
     unit = (16 if kind == "e4m3" else PACK) if col else 1
-    vector = gcd(S, PACK) if col and (words or not packed) else 1
+    vector = gcd(S, unit) if col and (words or not packed) else 1
+    # the padding belongs to threads as rows do, if a block of threads has whole units of rows
+    covered = unit > vector and not P.cpu and not g.tall and (words or not packed) and g.rows * g.down % unit == 0
 
     def at(i, c):
         if not col:
@@ -100,8 +102,9 @@ def scale_writer(P, g, kind: str, col: bool):
             if span > 1:
                 out[s] = out[s] | P.shfl_xor(out[s], g.lanes)
                 out[s] = out[s] | P.shfl_xor(out[s], 2 * g.lanes)
-        if leads and i < R and j < G and j % span == 0:
-            if vector > 1:
+        end = P.ceildiv(R, unit) * unit if covered else R
+        if leads and i < end and j < G and j % span == 0:
+            if vector > 1 or covered:
                 for s in P.unroll(S):
                     out[s] = select(i + s < R, out[s], zero)
                 for c in P.unroll(S // vector):
@@ -111,7 +114,7 @@ def scale_writer(P, g, kind: str, col: bool):
                 for s in loop(P, S):
                     if i + s < R:
                         put(sf, i + s, j, out[s])
-            if unit > vector:
+            if unit > vector and not covered:
                 # the vector of the last row has written some of the rows behind it
                 if i + S >= R:
                     written = i + S if vector > 1 else R
@@ -157,6 +160,8 @@ def caster(P, g, x_dtype, fmt, kind, col=False, x_scale=None, given="", stochast
     @P.macro
     def run(b, M, x, x_sf, given_sf, seed, data, sf, amax_clamp):
         row, j, lane = g.place(P, b)
+        if g.resident:
+            P.annotate_min_blocks_per_sm(g.resident)
         raw = P.alloc_local((K, Q, wide), I32)
         x_scales = P.alloc_local((KX, Q), F32)
         top = P.alloc_local((S,), F32)
@@ -198,9 +203,6 @@ def caster(P, g, x_dtype, fmt, kind, col=False, x_scale=None, given="", stochast
             for s in loop(P, S):
                 stored[s] = scale.stored(P, top[s], fmt)
                 inverse[s] = scale.inverse(P, top[s], stored[s], fmt)
-            if want_sf:
-                leads = lane == 0 if not tall or P.cpu else (lane == 0) & (thread(P) < g.across)
-                write_scales(sf, stored, row // g.block_m if tall else row, j, leads, P.ceildiv(M, g.block_m))
 
         if want_data:
             for k in loop(P, K):
@@ -221,5 +223,10 @@ def caster(P, g, x_dtype, fmt, kind, col=False, x_scale=None, given="", stochast
                     if back:
                         decode(codes, restored, scale.value(P, stored[s]))
                     store(data, restored if back else codes, row + k, p, row + k < M and p <= last)
+
+        # last: in front of the codes, the few branches of the padding cost registers
+        if want_sf and not given:
+            leads = lane == 0 if not tall or P.cpu else (lane == 0) & (thread(P) < g.across)
+            write_scales(sf, stored, row // g.block_m if tall else row, j, leads, P.ceildiv(M, g.block_m))
 
     return run

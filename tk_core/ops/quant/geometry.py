@@ -6,7 +6,8 @@ warp is contiguous:
 
     column of piece q = j * block_k + (q * lanes + lane) * V        j: the scaling block, lane: the thread in its row
 
-Threads of a block stand `across` a row and `down` the rows. A scaling block is one row of its threads or, where it is `tall`, all their
+Threads of a block stand `across` a row and `down` the rows, those of a warp `side` by side and `deep` down the rows: what they store at
+a time in a column of scales is contiguous as well. A scaling block is one row of its threads or, where it is `tall`, all their
 rows, and it lies within a warp or belongs to a whole block of threads. Its largest magnitude is a maximum over the pieces of a thread,
 then over lanes (`shuffles`), then over `warps`; on the C target one thread owns a scaling block, and the last two are nothing.
 """
@@ -36,6 +37,10 @@ class Geometry:
     lanes: int
     across: int
     down: int
+    # threads of a warp below each other
+    deep: int = 1
+    # blocks that a multiprocessor must be able to hold: registers are cut to that; 0 leaves them to the compiler
+    resident: int = 0
 
     @property
     def blocks(self) -> int:
@@ -46,6 +51,11 @@ class Geometry:
     def threads(self) -> int:
         """Of a block."""
         return self.across * self.down
+
+    @property
+    def side(self) -> int:
+        """Threads that stand side by side before the next one is below the first."""
+        return self.across if self.deep == 1 else 32 // self.deep
 
     @property
     def parts(self) -> int:
@@ -89,11 +99,13 @@ class Geometry:
 
     def place(self, P, b):
         """(first row, scaling block in the row, place in it) of a thread."""
-        unit = b % self.parts * self.across + thread(P) % self.across
-        return (b // self.parts * self.down + thread(P) // self.across) * self.rows, unit // self.lanes, unit % self.lanes
+        t, side, deep = thread(P), self.side, self.deep
+        unit = b % self.parts * self.across + t // (side * deep) % (self.across // side) * side + t % side
+        band = b // self.parts * self.down + t // (self.across * deep) * deep + t // side % deep
+        return band * self.rows, unit // self.lanes, unit % self.lanes
 
 
-def geometry(P, H: int, block_m: int, block_k: int, vector: int, bits: int, rows: int = 0, threads: int = 0, pieces: int = 0) -> Geometry:
+def geometry(P, H: int, block_m: int, block_k: int, vector: int, bits: int, rows=0, threads=0, pieces=0, deep=0, resident=0) -> Geometry:
     """The shape for rows of H elements of so many bits. A piece has `vector` elements or less; 0 stands for what is best on an H200."""
     shape = {"H": H, "block_m": block_m, "block_k": block_k, "vector": gcd(vector, block_k)}
     V = shape["vector"]
@@ -113,8 +125,12 @@ def geometry(P, H: int, block_m: int, block_k: int, vector: int, bits: int, rows
         across = min(32, lanes << (blocks - 1).bit_length(), max(lanes, (threads or 128) * K // block_m))
         return Geometry(**shape, pieces=Q, rows=K, lanes=lanes, across=across, down=block_m // K)
     # packed exponents: four neighbouring scaling blocks in a warp
-    total = align(blocks * lanes, PACK * lanes)
-    across = align(-(-total // -(-total // (threads or 256))), PACK * lanes)
+    deep = min(deep or 1, 32 // lanes)
+    unit = max(PACK * lanes, 32 // deep if deep > 1 else 1)
+    total = align(blocks * lanes, unit)
+    across = align(-(-total // -(-total // ((threads or 256) // deep))), unit)
     # whole warps
-    down = align(128 // across or 1, 32 // gcd(across, 32))
-    return Geometry(**shape, pieces=Q, rows=rows or max(2, 32 // (V * Q)), lanes=lanes, across=across, down=down)
+    down = align(128 // across or 1, max(deep, 32 // gcd(across, 32)))
+    return Geometry(
+        **shape, pieces=Q, rows=rows or max(2, 32 // (V * Q)), lanes=lanes, across=across, down=down, deep=deep, resident=resident
+    )
