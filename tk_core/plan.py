@@ -55,7 +55,8 @@ class Plan:
         slot_of = {name: at[f"acc_{name}"] if name in accumulated else at[name] for name in (*rule.ins, *wanted, *work) if name in at}
         self.steps = tuple(_step(rule, launch, target, env, has | set(work), slot_of, len(slots)) for launch in launches)
         if len(env["lead"]) != 1:
-            self.flat = tuple(self._flat(name, env) for name in slots)
+            flat = tuple(self._flat(name, env) for name in slots)
+            self.flat = flat if any(shape is not None for shape in flat) else None
 
     def _flat(self, name: str, env: Env) -> tuple[int, ...] | None:
         known = {**self.rule.ins, **self.rule.outs, **self.rule.work}

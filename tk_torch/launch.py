@@ -86,7 +86,9 @@ class Runner:
         self.rule = rule
         self.num_ins = len(rule.ins)
         self._accumulates = bool(rule.accumulates)
+        # attributes that change from call to call, where they are not at their defaults
         self._dynamic = {name: list(rule.attrs).index(name) for name in rule.dynamic}
+        self._resting = tuple((i, rule.attrs[name]) for name, i in self._dynamic.items())
         self._names = tuple(rule.ins) if rule.strided or rule.loose else ()
         self._plans: dict[tuple, _TorchPlan] = {}
 
@@ -112,7 +114,10 @@ class Runner:
             Every tensor of the call by slot, arguments first, in the layout in which the kernels took them; and the slots of
             the results in the rule's order, that of the last, which is None, for those that are not wanted.
         """
-        key: list[Any] = [wanted, self._fixed(values) if self._dynamic else values]
+        moving = False
+        for i, default in self._resting:
+            moving = moving or values[i] != default
+        key: list[Any] = [wanted, self._fixed(values) if moving else values]
         memory: list[Any] = []
         for t in tensors:  # fast_layout written out: this loop is most of what a small call costs
             if t is None:
@@ -134,7 +139,7 @@ class Runner:
         for slot in plan.zeros:
             memory[slot].zero_()
         arrays = memory if plan.flat is None else _flatten(memory, plan.flat)
-        steps = self._with_dynamic(plan, values) if self._dynamic else plan.steps
+        steps = self._with_dynamic(plan, values) if moving else plan.steps
         if plan.cuda is None or plan.cuda == _current_device():
             for kernel, gather, scalars in steps:
                 kernel.run(*gather(arrays), *scalars)
@@ -144,7 +149,7 @@ class Runner:
         return memory, plan.results
 
     def _fixed(self, values: tuple) -> tuple:
-        """The attributes that a plan depends on."""
+        """The attributes that a plan depends on, fewer than all."""
         return tuple(value for i, value in enumerate(values) if i not in self._dynamic.values())
 
     def _with_dynamic(self, plan: _TorchPlan, values: tuple) -> list[tuple]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from tk_core.ops.quant import channels, elementwise, lossless
 from tk_core.ops.quant.calls import back, block, channel, elements, token, weights
 from tk_core.ops.quant.calls.common import Data, Request, Scale, integer
 from tk_torch.launch import DTYPE_NAMES
-from tk_torch.library import bind
+from tk_torch.library import TorchOp, bind
 
 __all__ = [
     "QuantTensor",
@@ -132,37 +132,58 @@ def _out(op: str, argument: str, t: Any) -> Data | None:
 # ------------------------------------------------------------------ judging and running
 
 
+class _Call(NamedTuple):
+    """A request with everything that does not depend on the arrays: which operator, its attributes, the mask of its results."""
+
+    request: Request
+    bound: TorchOp
+    values: tuple
+    mask: int
+    absent: tuple[None, ...]
+
+
+def _call(request: Request) -> _Call:
+    bound = _OPS[request.op.name]
+    mask = sum(1 << i for i, name in enumerate(request.op.forward.outs) if name in request.wanted)
+    return _Call(request, bound, bound.attributes(request.attrs), mask, (None,) * bound.num_ins)
+
+
 @functools.lru_cache(4096, typed=True)
-def _remembered(judge: Callable[..., Request], clamps: tuple, *args: Any) -> Request:
-    return judge(*args)
+def _remembered(judge: Callable[..., Request], clamps: tuple, *args: Any) -> _Call:
+    return _call(judge(*args))
 
 
-def _ask(judge: Callable[..., Request], *args: Any) -> Request:
+def _ask(judge: Callable[..., Request], *args: Any) -> _Call:
     """What a call is to run; remembered, except where a tracer would see the memory change or sizes are symbols."""
     if not _is_compiling():
         try:
             return _remembered(judge, config.amax_clamps(), *args)
         except TypeError:  # what cannot be hashed, or a wrong argument, which is judged again
             pass
-    return judge(*args)
+    return _call(judge(*args))
 
 
-def _run(request: Request, *tensors: Tensor | None, out: Sequence[Tensor | None] | None = None, **more: Any) -> list[Tensor]:
-    """The wanted results, scales as the public view of their storage."""
-    given = None if out is None else {name: t for name, t in zip(request.op.forward.outs, out, strict=False) if t is not None}
-    attrs = {**request.attrs, **more} if more else request.attrs
-    results = _OPS[request.op.name].some(request.wanted, *tensors, given=given, **attrs)
+def _run(call: _Call, *tensors: Tensor | None, out: Sequence[Tensor | None] | None = None, **more: Any) -> list[Tensor]:
+    """The wanted results."""
+    if out is None and not more:
+        results = call.bound.forward.call((*tensors, *call.absent[len(tensors) :]), call.values, call.mask)
+    else:
+        request = call.request
+        given = {name: t for name, t in zip(request.op.forward.outs, out or (), strict=False) if t is not None}
+        results = call.bound.some(request.wanted, *tensors, given=given, **request.attrs, **more)
     return [t for t in results if t is not None]
 
 
-def _pair(request: Request, results: list[Tensor]) -> QuantTensor:
-    data, sf = results[:2]
-    return data, _view(request, sf)
+def _pair(call: _Call, results: list[Tensor]) -> QuantTensor:
+    return results[0], _view(call, results[1])
 
 
-def _view(request: Request, sf: Tensor) -> Tensor:
+def _view(call: _Call, sf: Tensor) -> Tensor:
     """Column-major scales without the padding of their storage."""
-    return sf.t().narrow(0, 0, request.rows) if request.rows else sf
+    rows = call.request.rows
+    if not rows:
+        return sf
+    return sf.t() if rows == sf.shape[1] else sf.t().narrow(0, 0, rows)
 
 
 def _seed(op: str, seed: Any, like: Tensor) -> tuple[Tensor | None, dict[str, int]]:
@@ -196,11 +217,11 @@ def per_token_cast(
     op = "per_token_cast"
     data, about, sf, scale = _source(op, x)
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_e4m3_sf, stochastic_cast)
-    request = _ask(token.per_token_cast, op, about, scale, fmt, num_per_channels, x_block_size, *flags, _outs(op, out))
-    if request.op is cast_kernels.quantize_rows:
-        return _pair(request, _run(request, data, out=out))
+    call = _ask(token.per_token_cast, op, about, scale, fmt, num_per_channels, x_block_size, *flags, _outs(op, out))
+    if call.request.op is cast_kernels.quantize_rows:
+        return _pair(call, _run(call, data, out=out))
     number, seeded = _seed(op, seed, data) if stochastic_cast else (None, {})
-    return _pair(request, _run(request, data, sf, None, number, out=out, **seeded))
+    return _pair(call, _run(call, data, sf, None, number, out=out, **seeded))
 
 
 @with_doc(token.SF_ONLY, "`out_sf`: an array to write to; row-major scales only.")
@@ -218,8 +239,8 @@ def per_token_cast_with_sf_only(
     op = "per_token_cast_with_sf_only"
     x = _tensor(op, "x", x)
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_e4m3_sf)
-    request = _ask(token.per_token_cast_with_sf_only, op, _data(x), fmt, num_per_channels, x_block_size, *flags, _out(op, "out_sf", out_sf))
-    return _view(request, _run(request, x, out=(None, out_sf))[0])
+    call = _ask(token.per_token_cast_with_sf_only, op, _data(x), fmt, num_per_channels, x_block_size, *flags, _out(op, "out_sf", out_sf))
+    return _view(call, _run(call, x, out=(None, out_sf))[0])
 
 
 @with_doc(token.PRECOMPUTED, "`out`: an array to write to.")
@@ -238,10 +259,10 @@ def per_token_cast_with_precomputed_sf(
     op = "per_token_cast_with_precomputed_sf"
     x, (sf, scale) = _tensor(op, "x", x), _stored(op, "sf", sf)
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_e4m3_sf)
-    request = _ask(
+    call = _ask(
         token.per_token_cast_with_precomputed_sf, op, _data(x), fmt, num_per_channels, scale, x_block_size, *flags, _out(op, "out", out)
     )
-    return _run(request, x, sf, out=(out,))[0]
+    return _run(call, x, sf, out=(out,))[0]
 
 
 @with_doc(token.PER_TOKEN_CAST_TO_E5M6)
@@ -255,27 +276,27 @@ def per_token_cast_to_e5m6(
     op = "per_token_cast_to_e5m6"
     x = _tensor(op, "x", x)
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
-    request = _ask(token.per_token_cast_to_e5m6, op, _data(x), num_per_channels, *flags)
-    return _pair(request, _run(request, x))
+    call = _ask(token.per_token_cast_to_e5m6, op, _data(x), num_per_channels, *flags)
+    return _pair(call, _run(call, x))
 
 
 @with_doc(token.FAKE_QUANT)
 def fake_quant(x: Tensor, fmt: str, num_per_channels: int, round_sf: bool = False, use_e4m3_sf: bool = False) -> Tensor:
     op = "fake_quant"
     x = _tensor(op, "x", x)
-    request = _ask(token.fake_quant, op, _data(x), fmt, num_per_channels, round_sf, use_e4m3_sf)
-    return _OPS[request.op.name](x, **request.attrs)
+    call = _ask(token.fake_quant, op, _data(x), fmt, num_per_channels, round_sf, use_e4m3_sf)
+    return call.bound(x, **call.request.attrs)
 
 
 @with_doc(token.CAST_AND_CAST_BACK, "An x that requires a gradient is refused while gradients are recorded (RuntimeError).")
 def per_token_cast_and_cast_back(x: Tensor, fmt: str, num_per_channels: int, round_sf: bool = False, use_e4m3_sf: bool = False) -> None:
     op = "per_token_cast_and_cast_back"
     x = _tensor(op, "x", x)
-    request = _ask(token.fake_quant, op, _data(x), fmt, num_per_channels, round_sf, use_e4m3_sf, False)
+    call = _ask(token.fake_quant, op, _data(x), fmt, num_per_channels, round_sf, use_e4m3_sf, False)
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{op}: x: expected an array that requires no gradient: use fake_quant, whose gradient is straight-through")
     with torch.no_grad():
-        _OPS[request.op.name](x, out={"y": x}, **request.attrs)
+        call.bound(x, out={"y": x}, **call.request.attrs)
 
 
 # ------------------------------------------------------------------ blocks
@@ -294,8 +315,8 @@ def per_block_cast(
     op = "per_block_cast"
     x = _tensor(op, "x", x)
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
-    request = _ask(block.per_block_cast, op, _data(x), fmt, block_size, *flags, _outs(op, out))
-    return _pair(request, _run(request, x, out=out))
+    call = _ask(block.per_block_cast, op, _data(x), fmt, block_size, *flags, _outs(op, out))
+    return _pair(call, _run(call, x, out=out))
 
 
 @with_doc(block.SF_ONLY, "`out_sf`: an array to write to; row-major scales only.")
@@ -311,8 +332,8 @@ def per_block_cast_with_sf_only(
     op = "per_block_cast_with_sf_only"
     x = _tensor(op, "x", x)
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
-    request = _ask(block.per_block_cast_with_sf_only, op, _data(x), fmt, block_size, *flags, _out(op, "out_sf", out_sf))
-    return _view(request, _run(request, x, out=(None, out_sf))[0])
+    call = _ask(block.per_block_cast_with_sf_only, op, _data(x), fmt, block_size, *flags, _out(op, "out_sf", out_sf))
+    return _view(call, _run(call, x, out=(None, out_sf))[0])
 
 
 @with_doc(block.PRECOMPUTED, "`out`: an array to write to.")
@@ -329,8 +350,8 @@ def per_block_cast_with_precomputed_sf(
     op = "per_block_cast_with_precomputed_sf"
     x, (sf, scale) = _tensor(op, "x", x), _stored(op, "sf", sf)
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
-    request = _ask(block.per_block_cast_with_precomputed_sf, op, _data(x), fmt, block_size, scale, *flags, _out(op, "out", out))
-    return _run(request, x, None, sf, out=(out,))[0]
+    call = _ask(block.per_block_cast_with_precomputed_sf, op, _data(x), fmt, block_size, scale, *flags, _out(op, "out", out))
+    return _run(call, x, None, sf, out=(out,))[0]
 
 
 @with_doc(block.LOSSLESS)
@@ -348,11 +369,11 @@ def per_block_cast_lossless(
     op = "per_block_cast_lossless"
     data, sf, scale = _quantized(op, x)
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
-    request = _ask(block.per_block_cast_lossless, op, _data(data), scale, fmt, x_block_size, out_block_size, *flags, check)
-    results = _run(request, data, sf)
+    call = _ask(block.per_block_cast_lossless, op, _data(data), scale, fmt, x_block_size, out_block_size, *flags, check)
+    results = _run(call, data, sf)
     if check and bool(results[2].any()):
         raise value_error(op, "x[1]", block.INEXACT, f"{int(results[2].sum())} output blocks outside")
-    return _pair(request, results)
+    return _pair(call, results)
 
 
 # ------------------------------------------------------------------ channels
@@ -369,8 +390,8 @@ def per_channel_cast(
 ) -> QuantTensor:
     op = "per_channel_cast"
     data, about, sf, scale = _source(op, x)
-    request = _ask(channel.per_channel_cast, op, about, scale, fmt, num_per_tokens, round_sf, num_per_channels, use_packed_ue8m0)
-    return _pair(request, _run(request, data, sf, None))
+    call = _ask(channel.per_channel_cast, op, about, scale, fmt, num_per_tokens, round_sf, num_per_channels, use_packed_ue8m0)
+    return _pair(call, _run(call, data, sf, None))
 
 
 @with_doc(channel.PER_CHANNEL_CAST_FUSED)
@@ -385,16 +406,16 @@ def per_channel_cast_fused(
     op = "per_channel_cast_fused"
     data, about, sf, scale = _source(op, x)
     places = None if pos_to_token is None else _data(_tensor(op, "pos_to_token", pos_to_token))
-    request = _ask(channel.per_channel_cast_fused, op, about, scale, fmt, num_per_tokens, round_sf, num_per_channels, places)
-    return _pair(request, _run(request, data, sf, pos_to_token))
+    call = _ask(channel.per_channel_cast_fused, op, about, scale, fmt, num_per_tokens, round_sf, num_per_channels, places)
+    return _pair(call, _run(call, data, sf, pos_to_token))
 
 
 @with_doc(channel.PER_CHANNEL_CAST_AND_TRANSPOSE)
 def per_channel_cast_and_transpose(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False) -> QuantTensor:
     op = "per_channel_cast_and_transpose"
     data, about, _, scale = _source(op, x)
-    request = _ask(channel.per_channel_cast_and_transpose, op, about, scale, fmt, num_per_tokens, round_sf)
-    return _pair(request, _run(request, data, None, None))
+    call = _ask(channel.per_channel_cast_and_transpose, op, about, scale, fmt, num_per_tokens, round_sf)
+    return _pair(call, _run(call, data, None, None))
 
 
 # ------------------------------------------------------------------ back
@@ -434,11 +455,11 @@ def _dtype_name(op: str, argument: str, dtype: Any) -> str:
 def cast(x: Tensor, dtype: torch.dtype, stochastic_rounding: bool = False, *, seed: int = 0) -> Tensor:
     op = "cast"
     x = _tensor(op, "x", x)
-    request = _ask(elements.cast, op, _data(x), _dtype_name(op, "dtype", dtype), stochastic_rounding)
+    call = _ask(elements.cast, op, _data(x), _dtype_name(op, "dtype", dtype), stochastic_rounding)
     if not stochastic_rounding:
-        return _OPS[request.op.name](x, **request.attrs)
+        return call.bound(x, **call.request.attrs)
     number, seeded = _seed(op, seed, x)
-    return _OPS[request.op.name](x.reshape(-1), number, **request.attrs, **seeded).view(x.shape)
+    return call.bound(x.reshape(-1), number, **call.request.attrs, **seeded).view(x.shape)
 
 
 @with_doc(elements.UNPACK)
