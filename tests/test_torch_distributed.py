@@ -44,7 +44,31 @@ def worker(rank, size, path, variants):
     x, mix = map(front.array, arrays)
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         bind(op)(distribute_tensor(x, mesh, [Shard(0)]), mix)
+    casts(mesh)
     dist.destroy_process_group()
+
+
+def casts(mesh):
+    """Casts by rows keep sharded rows where they are; scales in columns need all rows, which are gathered for them."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from tk_torch import quant
+
+    x = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
+    spread = distribute_tensor(x, mesh, [Shard(0)])
+    for out, want in zip(quant.per_token_cast(spread, "e4m3", 32), quant.per_token_cast(x, "e4m3", 32), strict=True):
+        assert out.placements == (Shard(0),)
+        # gloo cannot gather FP8
+        assert torch.equal(out.to_local().float(), want.chunk(mesh.size())[mesh.get_rank()].float())
+    leaf = spread.detach().requires_grad_()
+    y = quant.fake_quant(leaf, "e4m3", 32)
+    assert y.placements == (Shard(0),)
+    assert torch.equal(y.full_tensor(), quant.fake_quant(x, "e4m3", 32))
+    y.sum().backward()
+    assert torch.equal(leaf.grad.full_tensor(), torch.ones_like(x))
+    whole = quant.per_token_cast(spread, "e4m3", 32, None, True), quant.per_token_cast(x, "e4m3", 32, None, True)
+    for out, want in zip(*whole, strict=True):
+        assert torch.equal(out.to_local().float(), want.float())
 
 
 @pytest.mark.slow

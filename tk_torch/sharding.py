@@ -30,8 +30,8 @@ def register(direction: Direction) -> None:
         tensors, attributes, mask = direction.split(values)
         wanted = [mask >> i & 1 for i in range(len(rule.outs))]
         found = []
-        first = next(t for arg, t in zip(args, tensors, strict=True) if t is not None and arg.rows)
-        lead = len(first.shape) - len(next(arg for arg, t in zip(args, tensors, strict=True) if t is first).inner)
+        # an operation without rows takes whole tensors
+        lead = next((len(t.shape) - len(arg.inner) for arg, t in zip(args, tensors, strict=True) if t is not None and arg.rows), 0)
         # an accumulator of a parameter gradient is whole on every rank: it cannot take a partial sum
         buffers = zip(args[len(rule.ins) :], tensors[len(rule.ins) :], strict=True)
         whole = any(t is not None and not arg.rows for arg, t in buffers)
