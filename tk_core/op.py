@@ -176,10 +176,12 @@ class Rule:
         env: Env = dict(attrs)
         present = [(arg, t) for arg, t in zip(self.ins.values(), types, strict=False) if self._present(arg, t)]
         for arg, (_, dtype, _) in present:
-            if dtype not in arg.dtypes:
-                raise type_error(self.name, arg.name, f"dtype {' or '.join(arg.dtypes)}", dtype)
+            # a saved result has the dtype that an attribute tells
+            allowed = (env[arg.dtype],) if arg.dtype in env else arg.dtypes
+            if dtype not in allowed:
+                raise type_error(self.name, arg.name, f"dtype {' or '.join(allowed)}", dtype)
         for arg, t in zip(self.ins.values(), types, strict=False):
-            if arg.dtype_name:
+            if "|" in arg.dtype:
                 env[arg.dtype_name] = "" if t is None else t[1]
         device = None
         for arg, (shape, _, where) in present:

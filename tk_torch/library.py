@@ -258,13 +258,13 @@ class TorchOp:
         """Judged attributes in order; remembered, except where the tracer would see the memory change."""
         if _is_compiling():
             return self.op.forward.attributes(attrs)
-        key = tuple(attrs.items())
+        # with the types: 1, 1.0 and True are equal keys
+        key = (*attrs.items(), *map(type, attrs.values()))
         try:
             return self._known[key]
         except (KeyError, TypeError):
             values = self.op.forward.attributes(attrs)
-        # 1 and True are equal keys: only what is already of the right type is remembered
-        if len(self._known) < 4096 and all(type(v) is type(self.op.attrs[k]) for k, v in key):
+        if len(self._known) < 4096:
             self._known[key] = values
         return values
 
