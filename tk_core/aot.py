@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 from tk_core import kernels, registry
-from tk_core.bench import casts
+from tk_core.bench import casts, routes
 from tk_core.bench.cases import CASES, Case
 from tk_core.op import Env, Launch, Op, Rule
 from tk_core.plan import static_of
@@ -48,13 +48,13 @@ def jobs(names: Iterable[str] = (), hidden: Sequence[int] = HIDDEN, streams: int
     found: dict[str, Job] = {}
     wanted = list(names or registry.ops())
     for size in hidden:
-        for op, rule, env, outs, present in casts.bound(size):
+        for op, rule, env, outs, present in (*casts.calls(size), *routes.calls(size)):
             if op.name in wanted:
                 for job in _launches(rule, env, present | outs, outs):
                     found.setdefault(f"{job.title()} {job.launch.fixed}", job)
     for name in wanted:
         op = registry.get(name)
-        if op.area == "quant":
+        if op.area in ("quant", "moe"):
             continue
         case = CASES.get(name, Case(name))
         for size, rows in itertools.product(hidden, ROWS):

@@ -175,14 +175,15 @@ class Rule:
         """Sizes, attributes and dtypes by name; raises where an argument does not fit its declaration."""
         env: Env = dict(attrs)
         present = [(arg, t) for arg, t in zip(self.ins.values(), types, strict=False) if self._present(arg, t)]
-        for arg, (_, dtype, _) in present:
-            # a saved result has the dtype that an attribute tells
-            allowed = (env[arg.dtype],) if arg.dtype in env else arg.dtypes
-            if dtype not in allowed:
-                raise type_error(self.name, arg.name, f"dtype {' or '.join(allowed)}", dtype)
         for arg, t in zip(self.ins.values(), types, strict=False):
             if "|" in arg.dtype:
                 env[arg.dtype_name] = "" if t is None else t[1]
+        named = [(arg, dtype) for arg, (_, dtype, _) in present if arg.dtype_name == arg.dtype]
+        for arg, (_, dtype, _) in present:
+            # a saved result or a cotangent has the dtype that an attribute or another argument tells, or is the first to tell it
+            allowed = (env.setdefault(arg.dtype, dtype),) if (arg, dtype) in named else arg.dtypes
+            if dtype not in allowed:
+                raise type_error(self.name, arg.name, f"dtype {' or '.join(allowed)}", dtype)
         device = None
         for arg, (shape, _, where) in present:
             self._bind_shape(arg, shape, env)
@@ -193,6 +194,9 @@ class Rule:
         env["rows"] = math.prod(env["lead"])
         if self.check is not None:
             self.check(env)
+        for arg, dtype in named:
+            if dtype != env[arg.dtype]:
+                raise type_error(self.name, arg.name, f"dtype {env[arg.dtype]}", dtype)
         for name, t in zip(self.accumulates, types[len(self.ins) :], strict=False):
             if t is not None:
                 self.judge_written(name, f"acc_{name}", t, env)
@@ -342,7 +346,9 @@ def declare(
         args = {}
         for key in names.split():
             like = known[key] if key in known else known[key.removeprefix("d_")]
-            args[key] = like._replace(name=key, optional=optional(key))
+            # a cotangent or a gradient has the dtype of what it belongs to
+            dtype = like.dtype if key in known else like.dtype_name or like.dtype
+            args[key] = like._replace(name=key, optional=optional(key), dtype=dtype)
         return args
 
     several = len(public) > 1

@@ -11,7 +11,7 @@ from typing import Any
 from tk_core.config import *  # noqa: F403
 from tk_core.config import __all__ as _settings
 
-__all__ = ["bind", "bind_backward", "build_dispatcher", "config", "load", "mhc", "nn", "quant", *_settings]  # noqa: F405
+__all__ = ["bind", "bind_backward", "build_dispatcher", "config", "load", "mhc", "moe", "nn", "quant", *_settings]  # noqa: F405
 
 _HOMES = {
     "bind": "tk_jax.vjp",
@@ -24,6 +24,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in ("config", "mhc", "nn", "quant"):
+    if name in ("config", "mhc", "moe", "nn", "quant"):
         return importlib.import_module(f"tk_jax.{name}")
     raise AttributeError(f"module 'tk_jax' has no attribute {name!r}")

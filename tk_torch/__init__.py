@@ -11,10 +11,10 @@ from typing import Any
 from tk_core.config import *  # noqa: F403
 from tk_core.config import __all__ as _settings
 
-__all__ = ["config", "mhc", "nn", "quant", *_settings]  # noqa: F405
+__all__ = ["config", "mhc", "moe", "nn", "quant", *_settings]  # noqa: F405
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("config", "mhc", "nn", "quant"):
+    if name in ("config", "mhc", "moe", "nn", "quant"):
         return importlib.import_module(f"tk_torch.{name}")
     raise AttributeError(f"module 'tk_torch' has no attribute {name!r}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from tk_core.op import Rule, Type
+from tk_core.bench.bound import Bound, bound
+from tk_core.op import Type
 from tk_core.ops.quant import weight_sf
 from tk_core.ops.quant.calls import back, block, channel, elements, token
 from tk_core.ops.quant.calls.common import E4M3, F32, FLOATS, INT8, INT32, UINT8, Data, Request, Scale
@@ -75,11 +75,7 @@ def _types(*arrays: Data | Scale | None) -> list[Type | None]:
     return [None if a is None else (a.shape, a.dtype, "") for a in arrays]
 
 
-def bound(H: int) -> Iterator[tuple[Any, Rule, dict[str, Any], frozenset[str], set[str]]]:
-    """(operation, rule, sizes by name, wanted results, present arguments) of every call."""
+def calls(H: int) -> Iterator[Bound]:
+    """The same, bound to their types."""
     for request, types in requests(H):
-        rule = request.op.forward
-        full = [*types, *[None] * (len(rule.ins) - len(types))]
-        env = rule.bind(full, dict(zip(rule.attrs, rule.attributes(request.attrs), strict=True)))
-        present = {name for name, t in zip(rule.ins, full, strict=True) if t is not None}
-        yield request.op, rule, env, frozenset(request.wanted), present
+        yield bound(request.op, request.op.forward, types, request.attrs, request.wanted)
