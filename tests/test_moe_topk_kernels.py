@@ -204,5 +204,5 @@ def test_scoring_names():
     assert [int(f) for f in ScoringFunc] == [0, 1, 2, 3]
     assert str(ScoringFunc.SQRTSOFTPLUS) == "sqrtsoftplus"
     assert ScoringFunc.from_str("SoftMax") is ScoringFunc.SOFTMAX
-    with pytest.raises(ValueError, match="scoring_func"):
+    with pytest.raises(ValueError, match="ScoringFunc: label: expected"):
         ScoringFunc.from_str("relu")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tk_core.docs import documented
 from tk_core.ops.moe import calls, normalize, scores_sum, topk
-from tk_core.ops.moe.calls import ScoringFunc
+from tk_core.ops.moe.scoring import ScoringFunc
 from tk_torch.library import bind
 
 __all__ = ["ScoringFunc", "normalize_weight", "scores_sum", "topk_gate", "topk_sum_and_topk_group_idx"]

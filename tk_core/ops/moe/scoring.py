@@ -10,6 +10,7 @@ A key is an integer that is ordered as its fp32 number is; both zeros have one k
 from enum import IntEnum
 
 from tk_core.bits import f32_bits, select, u32
+from tk_core.errors import type_error, value_error
 
 F32 = "float32"
 I32 = "int32"
@@ -19,7 +20,7 @@ NONE = -(2**31)
 
 
 class ScoringFunc(IntEnum):
-    """Scoring functions by number; IDENTITY has a name only, the gates do not take it."""
+    """How a gate makes scores of logits. `IDENTITY` is a name only: gates refuse it."""
 
     SIGMOID = 0
     SQRTSOFTPLUS = 1
@@ -31,15 +32,23 @@ class ScoringFunc(IntEnum):
 
     @classmethod
     def from_str(cls, label: str) -> "ScoringFunc":
-        """The function of that name, in any case.
+        """The function of that name in any case.
+
+        Args:
+            label: "sigmoid", "sqrtsoftplus", "softmax" or "identity".
+
+        Returns:
+            The member.
 
         Raises:
-            ValueError: there is none.
+            TypeError: label is no str.
+            ValueError: there is no such function.
         """
-        found = cls.__members__.get(str(label).upper())
-        if found is None:
-            raise ValueError(f"scoring_func: expected one of {', '.join(map(str, cls))}, got {label!r}")
-        return found
+        if not isinstance(label, str):
+            raise type_error("ScoringFunc", "label", "a str", f"{label!r} of type {type(label).__name__}")
+        if label.upper() not in cls.__members__:
+            raise value_error("ScoringFunc", "label", " or ".join(repr(str(member)) for member in cls), repr(label))
+        return cls[label.upper()]
 
 
 # what the gates take

@@ -23,10 +23,10 @@ from tk_core.ops.quant.calls.common import (
     one_of,
     pair,
     physical,
-    sf_dtype,
     sf_kind,
 )  # fmt: skip
 from tk_core.ops.quant.calls.token import precomputed_flags
+from tk_core.ops.quant.layouts import sf_dtype
 
 
 def _block(op: str, block_size: Any) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tk_core.errors import value_error
+from tk_core.errors import type_error, value_error
 from tk_core.ops.quant import channels
 from tk_core.ops.quant.calls import docs
 from tk_core.ops.quant.calls.common import (
@@ -69,8 +69,6 @@ def per_channel_cast_fused(
         rows_multiple(op, "x", "M", M, 128)
     else:
         if pos_to_token.dtype != INT32:
-            from tk_core.errors import type_error
-
             raise type_error(op, "pos_to_token", f"dtype {INT32}", pos_to_token.dtype)
         if len(pos_to_token.shape) != 1:
             raise value_error(op, "pos_to_token", "shape (Mo,)", tuple(pos_to_token.shape))

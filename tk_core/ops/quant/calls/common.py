@@ -11,7 +11,7 @@ from tk_core.dtypes import SHORT
 from tk_core.errors import type_error, value_error
 from tk_core.op import Op
 from tk_core.ops.quant.formats import FORMATS
-from tk_core.ops.quant.layouts import PACK, aligned_rows, sf_dtype
+from tk_core.ops.quant.layouts import PACK
 
 FLOATS = (SHORT["bf16"], SHORT["f32"])
 E4M3, INT8, UINT8, INT32 = SHORT["e4m3"], SHORT["i8"], SHORT["u8"], SHORT["i32"]
@@ -176,6 +176,3 @@ def physical(fmt: str, H: int) -> tuple[int, str]:
 def logical_rows(kind: str, col: bool, R: int) -> int:
     """`Request.rows`."""
     return R if col else 0
-
-
-__all__ = [name for name in dir() if not name.startswith("_")] + ["aligned_rows", "sf_dtype"]

@@ -25,10 +25,10 @@ from tk_core.ops.quant.calls.common import (
     one_of,
     pair,
     physical,
-    sf_dtype,
     sf_kind,
     source,
 )  # fmt: skip
+from tk_core.ops.quant.layouts import sf_dtype
 
 GROUPS = (16, 32, 64, 128)
 X_BLOCKS = ((1, 32), (1, 128), (32, 32), (128, 128))
