@@ -5,7 +5,7 @@ import pytest
 
 import tk_core
 from tk_core.arrays import _run_numpy
-from tk_core.ops.moe.gate import moe_gate
+from tk_core.ops.moe.gate import moe_topk_gate, top2_sum_gate
 from tk_core.ops.moe.gate_backward import moe_gate_backward
 from tk_core.ops.moe.scores_sum import scores_sum
 from tk_core.reference import moe
@@ -17,13 +17,13 @@ CONFIGS = [
     (0, 0, 72, 1, 6), (0, 0, 32, 2, 6), (0, 0, 64, 2, 6), (0, 0, 96, 2, 6), (0, 0, 16, 2, 6), (0, 0, 36, 2, 6), (0, 0, 108, 2, 6),
     (0, 0, 128, 2, 6), (0, 0, 144, 2, 6), (8, 8, 256, 2, 8), (8, 4, 256, 2, 8), (4, 2, 72, 0, 6), (0, 0, 384, 0, 8),
 ]  # fmt: skip
-ARGS = tuple(moe_gate.forward.ins)
+ARGS = tuple(moe_topk_gate.forward.ins)
 
 
-def gate(logits, attrs, **arrays):
+def gate(logits, attrs, op=moe_topk_gate, **arrays):
     """Results by name."""
-    got = tk_core.call(moe_gate, logits, *(arrays.get(name) for name in ARGS[1:]), **attrs)
-    return dict(zip(moe_gate.returns, got, strict=True))
+    got = tk_core.call(op, logits, *(arrays.get(name) for name in ARGS[1:]), **attrs)
+    return dict(zip(op.returns, got, strict=True))
 
 
 def router(T, E, seed=0):
@@ -76,12 +76,11 @@ def test_top2_sum_gate(G, Gk, E, S, K, scoring):
     maps = replicas(rng, E, S, D)
     for ep_rank, tp_rank in ((0, 0), (3, 1)):
         attrs = {
-            "num_topk": K, "num_shared": S, "num_topk_groups": Gk, "num_groups": G, "num_ep_ranks": 4, "num_tp_ranks": 2,
+            "num_topk": K, "num_shared_experts": S, "num_topk_groups": Gk, "num_groups": G, "num_ep_ranks": 4, "num_tp_ranks": 2,
             "scoring_func": scoring, "routed_scaling_factor": 1.5, "ep_rank_value": ep_rank, "tp_rank_value": tp_rank,
         }  # fmt: skip
-        got = gate(
-            logits, attrs, bias=bias, mask=mask, fix_routing_mask=fix, fixed_topk_idx=fixed, to_physical_map=maps[0], logical_count=maps[1]
-        )
+        arrays = {"bias": bias, "mask": mask, "fix_routing_mask": fix, "fixed_topk_idx": fixed}
+        got = gate(logits, attrs, top2_sum_gate, **arrays, to_physical_map=maps[0], logical_count=maps[1])
         ranks = (1.5, ep_rank, 4, tp_rank, 2, scoring)
         want = oracle.top2_sum_gate(logits, bias, K, Gk, G, S > 0, S, *ranks, mask, fix, *maps, fixed, got["scores"])
         same(got, want)
@@ -143,7 +142,7 @@ def test_moe_topk_gate(E, S, K, scoring, idx):
     T = 512
     logits, bias, rng = router(T, E)
     image, mask, random = rng.random(T) < 0.5, rng.random(T) < 0.9, rng.random(T) < 0.3
-    attrs = {"num_topk": K, "num_shared": S, "scoring_func": scoring, "routed_scaling_factor": 2.5, "idx": idx}
+    attrs = {"num_topk": K, "num_shared_experts": S, "scoring_func": scoring, "routed_scaling_factor": 2.5, "idx": idx}
     for b, ib, im in ((None, None, None), (bias, None, None), (bias, -bias, image), (None, bias, image)):
         got = gate(logits, attrs, bias=b, image_bias=ib, image_token_mask=im, mask=mask, force_random=random)
         want = oracle.moe_topk_gate_forward(logits, K, S > 0, S, 2.5, 0, scoring, mask, b, ib, im, scores=got["scores"])
@@ -159,7 +158,7 @@ def test_random_routing(mapped):
     logits, _, rng = router(T, E)
     maps = replicas(rng, E, S, D) if mapped else (None, None)
     N = int(maps[1].sum()) if mapped else E + S
-    attrs = {"num_topk": K, "num_shared": S}
+    attrs = {"num_topk": K, "num_shared_experts": S}
     arrays = {"force_random": np.ones(T, bool), "to_physical_map": maps[0], "logical_count": maps[1]}
     got = gate(logits, attrs, **arrays)
     idx, weights = got["topk_idx"], got["topk_weights"]
@@ -297,14 +296,14 @@ def test_gate_gradient(scoring):
     """The rule of the gate: shared slots carry none, absent cotangents skip their term."""
     T, E, S, K, B = 400, 64, 2, 6, 4
     logits, bias, rng = router(T, E)
-    attrs = {"num_topk": K, "num_shared": S, "scoring_func": scoring, "routed_scaling_factor": 1.5, "num_seqs": B}
+    attrs = {"num_topk": K, "num_shared_experts": S, "scoring_func": scoring, "routed_scaling_factor": 1.5, "num_seqs": B}
     mask = rng.random(T) < 0.9
     r = gate(logits, attrs, bias=bias, mask=mask)
     g = rng.standard_normal((T, K + S)).astype(np.float32)
     h = rng.standard_normal((B, E)).astype(np.float32)
     for dw, dq in ((g, h), (g, None), (None, h)):
         saved = [r["scores"], r["unmapped_topk_idx"], r["topk_weights"], mask]
-        got = _run_numpy(moe_gate.backward, [dw, dq, *saved], attrs)["d_logits"]
+        got = _run_numpy(moe_topk_gate.backward, [dw, dq, *saved], attrs)["d_logits"]
         slots = None if dw is None else dw[:, :K]
         close(
             got, oracle.moe_topk_gate_backward(r["scores"], r["unmapped_topk_idx"], r["topk_weights"][:, :K], slots, 1.5, scoring, mask, dq)
@@ -320,7 +319,7 @@ def test_gate_gradient(scoring):
     [
         ({"num_topk": 0}, {}, "num_topk"),
         ({"num_topk": 17}, {}, "num_topk"),
-        ({"num_shared": 3}, {}, "num_shared"),
+        ({"num_shared_experts": 3}, {}, "num_shared_experts"),
         ({"scoring_func": "identity"}, {}, "scoring_func"),
         ({"num_groups": 4}, {}, "num_groups"),
         ({"num_groups": 4, "num_topk_groups": 5}, {}, "num_topk_groups"),
@@ -329,7 +328,7 @@ def test_gate_gradient(scoring):
         ({"num_groups": 8, "num_topk_groups": 2, "num_topk": 5}, {}, "num_topk"),
         ({"num_tp_ranks": 2, "tp_rank_value": 2}, {}, "tp_rank"),
         ({"num_ep_ranks": 17}, {}, "num_ep_ranks"),
-        ({"num_ep_ranks": 2, "num_shared": 1}, {}, "num_shared"),
+        ({"num_ep_ranks": 2, "num_shared_experts": 1}, {}, "num_shared_experts"),
         ({"num_seqs": 3}, {}, "num_seqs"),
         ({"idx": "int16"}, {}, "idx"),
         ({}, {"bias": (15,)}, "bias"),

@@ -40,12 +40,12 @@ def gates() -> Iterator[Bound]:
         yield from _both("normalize_weight", [_t(T, K)], {})
         for scoring in ("sqrtsoftplus", "sigmoid", "softmax"):
             attrs = {"num_topk": K, "scoring_func": scoring, "idx": idx}
-            yield from _both("moe_gate", [_t(T, E), _t(E)], attrs, {"d_topk_weights": _t(T, K)})
+            yield from _both("moe_topk_gate", [_t(T, E), _t(E)], attrs, {"d_topk_weights": _t(T, K)})
             masked = [_t(T, E), _t(E), None, None, _t(T, dtype=BOOL)]
-            yield from _both("moe_gate", masked, {**attrs, "num_seqs": 4})
+            yield from _both("moe_topk_gate", masked, {**attrs, "num_seqs": 4})
     yield from _both("topk_sum_and_topk_group_idx", [_t(T, 8, 32)], {"num_topk_sum": 2, "num_topk_groups": 4})
     grouped = {"num_topk": 8, "num_groups": 8, "num_topk_groups": 4, "scoring_func": "sigmoid"}
-    yield from _both("moe_gate", [_t(T, 256), _t(256)], grouped, {"d_topk_weights": _t(T, 8)})
+    yield from _both("top2_sum_gate", [_t(T, 256), _t(256)], grouped, {"d_topk_weights": _t(T, 8)})
     yield from _both("scores_sum", [_t(T, 256), _t(T, dtype=BOOL)], {"num_seqs": 4})
     backward = [_t(T, 256), _t(T, 8, dtype="int64"), _t(T, 8), _t(T, 8)]
     yield from _both("moe_gate_backward", backward, {})

@@ -16,7 +16,7 @@ from tk_core.ops.quant.bits import divide
 COLUMNS, SLICES = 32, 32
 
 
-def count(P, K, G, idx_dtype):
+def count(P, K, G, topk_idx_dtype):
     """A block counts the groups of a part of one sequence; where they are too many for its memory, some of them."""
     T, S, parts = P.dynamic("T"), P.dynamic("S"), P.dynamic("parts")
     threads = 1 if P.cpu else THREADS
@@ -25,9 +25,9 @@ def count(P, K, G, idx_dtype):
     load = load_batch(P)
 
     @P.prim_func
-    def main(idx: P.Tensor((T, K), idx_dtype), part: P.Tensor((parts, S, G), I32), length: P.int32, share: P.int32):
+    def main(topk_idx: P.Tensor((T, K), topk_idx_dtype), part: P.Tensor((parts, S, G), I32), length: P.int32, share: P.int32):
         with P.Kernel(S, parts, P.ceildiv(G, width), threads=threads) as (s, p, w):
-            idx = P.view(idx, (T * K,), idx_dtype)
+            topk_idx = P.view(topk_idx, (T * K,), topk_idx_dtype)
             counts = P.alloc_shared((width,), I32)
             value = P.alloc_local((batch,), I32)
             end = s * length + P.min((p + 1) * share, length)
@@ -36,7 +36,7 @@ def count(P, K, G, idx_dtype):
                     counts[r * threads + thread(P)] = 0
             P.sync_threads()
             for r in P.serial(P.ceildiv(share, threads * batch)):
-                load(value, idx, s * length + p * share + r * batch * threads + thread(P), threads, end, G)
+                load(value, topk_idx, s * length + p * share + r * batch * threads + thread(P), threads, end, G)
                 for u in P.unroll(batch):
                     if value[u] >= w * width and value[u] < (w + 1) * width:
                         P.atomic_add(counts[value[u] - w * width], 1)
@@ -47,6 +47,11 @@ def count(P, K, G, idx_dtype):
                     part[p, s, w * width + at] = counts[at]
 
     return main
+
+
+def count_groups(P, K, G, group_idx_dtype):
+    """The same, of groups."""
+    return count(P, K, G, group_idx_dtype)
 
 
 def sum_column(P):
@@ -140,7 +145,7 @@ def add_ends(P, G, has):
     return main
 
 
-def check(op: str, groups: str):
+def check(op: str, groups: str, argument: str = "topk_idx"):
     """The number of groups by that name is the size of a histogram."""
 
     def run(env: Env) -> None:
@@ -151,7 +156,7 @@ def check(op: str, groups: str):
         S = env.setdefault("num_seqs", 1)
         if S < 1 or env["T"] % S:
             raise value_error(op, "num_seqs", f"a positive number that divides {env['T']} rows", S)
-        check_flat(op, "idx", env)
+        check_flat(op, argument, env)
         if env[groups] * S > MAX_FLAT:
             raise value_error(op, groups, f"at most {MAX_FLAT} counts", f"{S} x {env[groups]}")
         env["G"] = env[groups]
@@ -165,7 +170,8 @@ def derive(env: Env) -> Env:
     return {"length": length, "parts": parts, "share": -(-length // parts)}
 
 
-COUNT = {"args": "idx -> part; length share", "key": "K G idx_dtype", "pass_configs": EXPLICIT}
+COUNT = {"args": "topk_idx -> part; length share", "key": "K G topk_idx_dtype", "pass_configs": EXPLICIT}
+COUNT_GROUPS = {"args": "group_idx -> part; length share", "key": "K G group_idx_dtype", "pass_configs": EXPLICIT}
 ADD = {"key": "G", "pass_configs": EXPLICIT}
 WORK = "part[parts, num_seqs, G]:i32"
 
@@ -174,7 +180,7 @@ COUNT_DOC = """Count how often every group occurs.
 counts[b, g] = number of entries of sequence b that equal g
 
 Args:
-    idx: [T, K] i32 or i64; what is negative or at least num_groups does not count.
+    group_idx: [T, K] i32 or i64; what is negative or at least num_groups does not count.
 
 Attributes:
     num_groups: number of groups, at least 1.
@@ -184,7 +190,7 @@ Returns:
     [num_seqs, num_groups] i32.
 
 Raises:
-    TypeError: idx is neither i32 nor i64.
+    TypeError: group_idx is neither i32 nor i64.
     ValueError: num_groups < 1, num_seqs does not divide T, or there are too many entries.
 
 Numerics:
@@ -197,11 +203,11 @@ Gradient:
 group_count = declare(
     "group_count",
     "moe",
-    "idx[T, K]:i32|i64 -> counts[num_seqs, num_groups]:i32",
-    [Launch(count, **COUNT), Launch(add_counts, "part -> counts", **ADD)],
+    "group_idx[T, K]:i32|i64 -> counts[num_seqs, num_groups]:i32",
+    [Launch(count_groups, **COUNT_GROUPS), Launch(add_counts, "part -> counts", **ADD)],
     attrs={"num_groups": 1, "num_seqs": 1},
     work=WORK,
-    check=check("group_count", "num_groups"),
+    check=check("group_count", "num_groups", "group_idx"),
     derive=derive,
     doc=COUNT_DOC,
 )
@@ -211,7 +217,7 @@ FI_DOC = """The fraction of the load that every expert has, 1 where all have the
 f[e] = count[e] * num_experts / (T * num_aux_topk)
 
 Args:
-    idx: [T, K] i32 or i64; T counts all rows, also those without an expert.
+    topk_idx: [T, K] i32 or i64; T counts all rows, also those without an expert.
 
 Attributes:
     num_experts: number of experts, at least 1.
@@ -221,7 +227,7 @@ Returns:
     [num_experts] f32; zeros where T = 0.
 
 Raises:
-    TypeError: idx is neither i32 nor i64.
+    TypeError: topk_idx is neither i32 nor i64.
     ValueError: num_experts < 1 or num_aux_topk < 1.
 
 Numerics:
@@ -237,7 +243,7 @@ Source:
 aux_fi = declare(
     "aux_fi",
     "moe",
-    "idx[T, K]:i32|i64 -> f[num_experts]:f32",
+    "topk_idx[T, K]:i32|i64 -> f[num_experts]:f32",
     [Launch(count, **COUNT), Launch(add_fractions, "part -> f; T*num_aux_topk", **ADD)],
     attrs={"num_experts": 1, "num_aux_topk": 1},
     work=WORK,
@@ -251,7 +257,7 @@ PSUM_DOC = """Where the valid rows of every expert's segment end: the layout tha
 psum[e] = expert_start[e] + number of entries that equal e, at most expert_end[e]
 
 Args:
-    idx: [T, K] i32 or i64, what the mapping was made of.
+    topk_idx: [T, K] i32 or i64, what the mapping was made of.
     expert_start: [E] i32, where segments begin.
     expert_end: [E] i32, where they end; they matter where assignments were dropped.
 
@@ -272,7 +278,7 @@ Gradient:
 psum_num_tokens_per_expert = declare(
     "psum_num_tokens_per_expert",
     "moe",
-    "idx[T, K]:i32|i64 expert_start[E]:i32 expert_end?[E]:i32 -> psum[E]:i32",
+    "topk_idx[T, K]:i32|i64 expert_start[E]:i32 expert_end?[E]:i32 -> psum[E]:i32",
     [Launch(count, **COUNT), Launch(add_ends, "part expert_start expert_end -> psum", **ADD)],
     work=WORK,
     check=check("psum_num_tokens_per_expert", "E"),

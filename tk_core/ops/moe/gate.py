@@ -1,224 +1,45 @@
-"""`moe_gate`: from router logits to the experts of every token and their weights; `top2_sum_gate` and `moe_topk_gate` are forms of it.
+"""`top2_sum_gate`, `moe_topk_gate`: from router logits to the experts of every token and their weights.
 
 u = score(logits)                      key = fl(u + bias), of softmax fl(logits + bias)
 e_1 .. e_K: largest keys, of the best groups where groups are limited, in descending order, ties to the lower expert
 D = ((1e-20 + u[e_1]) + u[e_2]) + ...  weight_k = fl(fl(u[e_k] / D) * c); shared experts follow with weight 1
 physical = map[e, (ep_rank + 23333 t) mod count[e]], then the experts of this TP rank, renumbered, and -1 for those of others
 
-A warp takes a token. Scores and keys of its row lie in shared memory, where lane k picks up what slot k needs. The gradient is in
-gate_backward.py, sums of scores in scores_sum.py: with them a warp takes several rows and adds their shares up in shared memory.
+A warp takes a token. Scores and keys of its row lie in shared memory, where lane k picks up what slot k needs. What it does with a
+row is in gate_rows.py, the gradient in gate_backward.py, sums of scores in scores_sum.py: with them a warp takes several rows and adds
+their shares up in shared memory. Both gates have this kernel; the first one limits groups and splits ranks, the second one has
+biases of images and random routing.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 from tk_core.bits import select, u32
 from tk_core.errors import value_error
-from tk_core.op import Env, Launch, declare
+from tk_core.op import Env, Launch, Op, declare
 from tk_core.ops.moe.gate_backward import gate_bwd
+from tk_core.ops.moe.gate_rows import clear_row, draw, hashed, limit_groups, physical_count, prelude, score_row
 from tk_core.ops.moe.scores_sum import SCALARS, accumulate, check_sequences, clear, leave, partials, sum_partials
-from tk_core.ops.moe.scoring import F32, I32, NONE, PRELUDE, SCORINGS, U32, key_of, score, tiny
-from tk_core.ops.moe.topk import check_experts, check_index, fill_rest, rank_groups, row_of, select_experts
-from tk_core.ops.moe.warps import PASS_CONFIGS, SLOTS, flag, sync_warp, uniform, warp_max, warp_sum
+from tk_core.ops.moe.scoring import F32, I32, SCORINGS, U32, tiny
+from tk_core.ops.moe.topk import check_experts, check_index, fill_rest, row_of, select_experts
+from tk_core.ops.moe.warps import PASS_CONFIGS, SLOTS, flag, sync_warp, uniform
 from tk_core.ops.quant.bits import divide
 
 I64 = "int64"
+TOP2_SUM = "top2_sum_gate"
 # What happens to a row.
 MASKED, ROUTED, FIXED, RANDOM = 0, 1, 2, 3
-
-# ------------------------------------------------------------------ parts of the kernel
-
-
-def score_row(P, row, scoring: str, biased: bool, imaged: bool, want_scores: bool, want_sum: bool):
-    """Macro: scores of a row to u[w, :] and to memory, keys to keys[w, :], the sum of the scores to total[0] where it is wanted."""
-    V, softmax = row.V, scoring == "softmax"
-    max_of, sum_of = warp_max(P), warp_sum(P)
-
-    @P.macro
-    def run(logits, bias, image_bias, image, scores, u, keys, total, t, w):
-        x = P.alloc_local((V,), F32)
-        b = P.alloc_local((V,), F32)
-        y = P.alloc_local((V,), F32)
-        key = P.alloc_local((V,), I32)
-        top = P.alloc_local((1,), F32)
-        top[0] = P.f32(float("-inf"))
-        total[0] = P.f32(0)
-        for s in row.loop(P):
-            e = (s * row.lanes + row.lane(P)) * V
-            if e < row.E:
-                for v in P.vectorized(V):
-                    x[v] = logits[t, e + v]
-                for v in P.unroll(V):
-                    b[v] = P.f32(0)
-                if imaged:
-                    if image > 0:
-                        for v in P.vectorized(V):
-                            b[v] = image_bias[e + v]
-                    elif biased:
-                        for v in P.vectorized(V):
-                            b[v] = bias[e + v]
-                elif biased:
-                    for v in P.vectorized(V):
-                        b[v] = bias[e + v]
-                for v in P.unroll(V):
-                    if softmax:
-                        y[v] = x[v]
-                        top[0] = P.max(top[0], x[v])
-                    else:
-                        y[v] = score(P, scoring, x[v])
-                        total[0] = total[0] + y[v]
-                    key[v] = key_of(P, P.add(y[v], b[v]))
-                for v in P.vectorized(V):
-                    keys[w, e + v] = key[v]
-                for v in P.vectorized(V):
-                    u[w, e + v] = y[v]
-                if want_scores and not softmax:
-                    for v in P.vectorized(V):
-                        scores[t, e + v] = y[v]
-        if softmax:
-            max_of(top)
-            # a lane has the same experts in every pass
-            for s in row.loop(P):
-                e = (s * row.lanes + row.lane(P)) * V
-                if e < row.E:
-                    for v in P.vectorized(V):
-                        x[v] = u[w, e + v]
-                    for v in P.unroll(V):
-                        y[v] = P.exp(x[v] - top[0])
-                        total[0] = total[0] + y[v]
-                    for v in P.vectorized(V):
-                        u[w, e + v] = y[v]
-            sum_of(total)
-            for s in row.loop(P):
-                e = (s * row.lanes + row.lane(P)) * V
-                if e < row.E:
-                    for v in P.vectorized(V):
-                        x[v] = u[w, e + v]
-                    for v in P.unroll(V):
-                        y[v] = divide(P, x[v], total[0])
-                    for v in P.vectorized(V):
-                        u[w, e + v] = y[v]
-                    if want_scores:
-                        for v in P.vectorized(V):
-                            scores[t, e + v] = y[v]
-            # of the rounded quotients it is one to within their roundings
-            total[0] = P.f32(1)
-        elif want_sum:
-            sum_of(total)
-
-    return run
-
-
-def clear_row(P, row):
-    """Macro: scores[t, :] <- 0."""
-    V = row.V
-
-    @P.macro
-    def run(scores, t):
-        zero = P.alloc_local((V,), F32)
-        for v in P.unroll(V):
-            zero[v] = P.f32(0)
-        for s in row.loop(P):
-            e = (s * row.lanes + row.lane(P)) * V
-            if e < row.E:
-                for v in P.vectorized(V):
-                    scores[t, e + v] = zero[v]
-
-    return run
-
-
-def limit_groups(P, row, G: int, Gk: int):
-    """Macro: keys of experts outside the Gk best groups <- NONE, with a barrier of the warp behind them."""
-    rank = rank_groups(P, row, G, 2)
-    Eg = row.E // G
-
-    @P.macro
-    def run(keys, group_key, place, w):
-        rank(keys, group_key, place, w)
-        for s in P.serial(-(-row.E // row.lanes)):
-            e = s * row.lanes + row.lane(P)
-            if e < row.E:
-                if place[w, e // Eg] >= Gk:
-                    keys[w, e] = NONE
-        sync_warp(P)
-
-    return run
-
-
-def draw(P, n: int):
-    """Macro: n different numbers of [0, bound) to chosen[w, :n], every choice and every order as likely as any other; -1 beyond bound.
-
-    Number k is one of the bound - k that are left; those before it are stepped over in ascending order.
-    """
-    # before number k there are k others: what they are compared with, and the place that is free
-    rounds = [(k, list(range(k))) for k in range(n)]
-
-    @P.macro
-    def run(chosen, w, seed, bound):
-        taken = P.alloc_local((n,), I32)
-        number = P.alloc_var(I32, init=0)
-        carry = P.alloc_var(I32, init=0)
-        least = P.alloc_var(I32, init=0)
-        for k, before in rounds:
-            bits = P.Cast("uint64", hashed(P, seed, k))
-            number = P.Cast(I32, (bits * P.Cast("uint64", P.max(bound - k, 1))) >> P.Cast("uint64", 32))
-            for i in before:
-                number = number + P.Cast(I32, number >= taken[i])
-            chosen[w, k] = select(k < bound, number, -1)
-            carry = number
-            for i in before:
-                # no minimum and maximum: the code generator of C would not read `carry` again
-                least = select(taken[i] < carry, taken[i], carry)
-                carry = select(taken[i] < carry, carry, taken[i])
-                taken[i] = least
-            taken[k] = carry
-
-    return run
-
-
-_HASH = """unsigned tk_draw(unsigned seed, unsigned k) {
-  unsigned h = seed + k * 0x9E3779B9u;
-  h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
-  h = (h ^ (h >> 13)) * 0xC2B2AE35u;
-  return h ^ (h >> 16);
-}
-"""
-
-
-def prelude(P) -> str:
-    """That of the scores, and the finalizer of MurmurHash3: as an expression it would hold its argument many times."""
-    return 'extern "C" inline ' + _HASH if P.cpu else PRELUDE + "static __device__ __forceinline__ " + _HASH
-
-
-def hashed(P, seed, k):
-    """32 random bits."""
-    return P.call_pure_extern(U32, "tk_draw", seed, P.Cast(U32, k))
-
-
-def physical_count(P, row, L: int, D: int):
-    """Macro: bound[0] <- the sum of all counts of replicas."""
-    lanes = row.lanes
-
-    @P.macro
-    def run(logical_count, bound):
-        lane = row.lane(P)
-        bound[0] = 0
-        for i in P.serial(-(-L // lanes)):
-            if i * lanes + lane < L:
-                bound[0] = bound[0] + P.min(P.max(logical_count[i * lanes + lane], 1), D)
-        if not P.cpu:
-            bound[0] = P.call_pure_extern(I32, "__reduce_add_sync", u32(0xFFFFFFFF), bound[0])
-
-    return run
-
 
 # ------------------------------------------------------------------ the kernel
 
 
 def gate(
-    P, E, L, D, num_topk, num_shared, num_topk_groups, num_groups, num_ep_ranks, num_tp_ranks, scoring_func, idx,
+    P, E, L, D, num_topk, num_shared_experts, num_topk_groups, num_groups, num_ep_ranks, num_tp_ranks, scoring_func, idx,
     fixed_topk_idx_dtype, sums, has,
 ):  # fmt: skip
     """A warp takes a token, or with sums of scores some tokens of a sequence, one after the other."""
     T, Q = P.dynamic("T"), P.dynamic("Q")
-    K, n = num_topk, num_topk + num_shared
+    K, n = num_topk, num_topk + num_shared_experts
     row = row_of(P, E, K, arrays=3 if sums else 2)
     W = row.warps
     limited = num_groups != num_topk_groups
@@ -229,7 +50,7 @@ def gate(
     plain = not (limited or mapped or fixed or imaged) and row.per <= 12
     resident = 1 if sums or random or row.per > 16 else 6 if plain else 4
     # experts of all ranks, and of one
-    physical = E + (D - 1 if mapped else num_shared)
+    physical = E + (D - 1 if mapped else num_shared_experts)
     per_rank = max(1, (E + D - 1) // num_ep_ranks)
     split = num_ep_ranks > 1 or num_tp_ranks > 1
     scored = score_row(P, row, scoring_func, "bias" in has, imaged, want_scores, sums)
@@ -397,48 +218,62 @@ def gate(
 # ------------------------------------------------------------------ declaration
 
 
-def check(env: Env) -> None:
-    def expect(argument: str, what: str, good: bool, got) -> None:
-        if not good:
-            raise value_error("moe_gate", argument, what, got)
+def checked(name: str) -> Callable[[Env], None]:
+    """The check of a gate by that name."""
 
-    E, T, K, S = env["E"], env["T"], env["num_topk"], env["num_shared"]
-    G, Gk = env["num_groups"], env["num_topk_groups"]
-    ep, tp = env["num_ep_ranks"], env["num_tp_ranks"]
-    check_index("moe_gate", env)
-    check_experts("moe_gate", "logits", E)
-    expect("scoring_func", " or ".join(map(repr, SCORINGS)), env["scoring_func"] in SCORINGS, env["scoring_func"])
-    expect("num_shared", "0, 1 or 2", S in (0, 1, 2), S)
-    expect("num_topk", f"1 to {min(E, SLOTS - S)}", 1 <= K <= min(E, SLOTS - S), K)
-    expect("num_groups", "with num_topk_groups zero, or both positive", (G == 0) == (Gk == 0) and G >= 0, (G, Gk))
-    expect("num_topk_groups", f"0 to {G}", 0 <= Gk <= G, Gk)
-    if G != Gk:
-        expect("num_groups", f"at most {SLOTS}, and a divisor of {E} experts", G <= SLOTS and E % G == 0, G)
-        expect("num_groups", "at least two experts a group", E // G >= 2, G)
-        expect("num_topk", f"at most the {E // G * Gk} experts of {Gk} groups", K <= E // G * Gk, K)
-    for one, other in (("IE", "IT"), ("FT", "FI"), ("L", "CL")):
-        names = {"IE": "image_bias, image_token_mask", "FT": "fix_routing_mask, fixed_topk_idx", "L": "to_physical_map, logical_count"}
-        expect(names[one], "both or neither", (one in env) == (other in env), "one")
-    for name, argument, size in (
-        ("IE", "image_bias", E), ("IT", "image_token_mask", T), ("FT", "fix_routing_mask", T), ("FI", "fixed_topk_idx", T),
-        ("RT", "force_random", T), ("L", "to_physical_map", E + S), ("CL", "logical_count", E + S),
-    ):  # fmt: skip
-        expect(argument, f"{size} rows", env.get(name, size) == size, env.get(name))
-    env.setdefault("L", E + S)
-    expect("to_physical_map", "at least one column", env.setdefault("D", 1) >= 1, env["D"])
-    expect("num_ep_ranks", f"1 to {E + env['D'] - 1} experts", 1 <= ep <= E + env["D"] - 1, ep)
-    expect("num_tp_ranks", "at least 1", tp >= 1, tp)
-    expect("tp_rank", f"0 to {tp - 1}", 0 <= env["tp_rank_value"] < tp, env["tp_rank_value"])
-    expect("ep_rank", "no negative number", env["ep_rank_value"] >= 0, env["ep_rank_value"])
-    if ep > 1 or tp > 1:
-        expect("num_shared", f"at most the {env['D'] - 1} further physical experts of the map", S <= env["D"] - 1, S)
-    env["sums"] = env["num_seqs"] > 0
-    if env["sums"]:
-        check_sequences("moe_gate", env)
-    expect("num_seqs", "no negative number", env["num_seqs"] >= 0, env["num_seqs"])
-    expect("grad_scores_sum", f"{env['num_seqs']} rows", env.setdefault("B", env["num_seqs"]) == env["num_seqs"], env["B"])
-    env["rows"] = T
-    env["columns"] = K + S
+    def expect(argument: str, what: str, good: bool, got: Any) -> None:
+        if not good:
+            raise value_error(name, argument, what, got)
+
+    def run(env: Env) -> None:
+        E, T, K, S = env["E"], env["T"], env["num_topk"], env["num_shared_experts"]
+        G, Gk = env["num_groups"], env["num_topk_groups"]
+        ep, tp = env["num_ep_ranks"], env["num_tp_ranks"]
+        check_index(name, env)
+        check_experts(name, "logits", E)
+        expect("scoring_func", " or ".join(map(repr, SCORINGS)), env["scoring_func"] in SCORINGS, repr(env["scoring_func"]))
+        expect("num_shared_experts", "0, 1 or 2", S in (0, 1, 2), S)
+        expect("num_topk", f"1 to {min(E, SLOTS - S)}", 1 <= K <= min(E, SLOTS - S), K)
+        expect("num_groups", "with num_topk_groups zero, or both positive", (G == 0) == (Gk == 0) and G >= 0, (G, Gk))
+        expect("num_topk_groups", f"0 to {G}", 0 <= Gk <= G, Gk)
+        if G != Gk:
+            expect("num_groups", f"at most {SLOTS}, and a divisor of {E} experts", G <= SLOTS and E % G == 0, G)
+            expect("num_groups", "at least two experts a group", E // G >= 2, G)
+            expect("num_topk", f"at most the {E // G * Gk} experts of {Gk} groups", K <= E // G * Gk, K)
+        for one, first, other, second in (
+            ("image_bias", "IE", "image_token_mask", "IT"),
+            ("fix_routing_mask", "FT", "fixed_topk_idx", "FI"),
+            ("to_physical_map", "L", "logical_count", "CL"),
+        ):
+            expect(other if first in env else one, f"an array, as {one} and {other} go together", (first in env) == (second in env), None)
+        for argument, size, rows in (
+            ("image_bias", "IE", E), ("image_token_mask", "IT", T), ("fix_routing_mask", "FT", T), ("fixed_topk_idx", "FI", T),
+            ("force_random", "RT", T), ("to_physical_map", "L", E + S), ("logical_count", "CL", E + S),
+        ):  # fmt: skip
+            expect(argument, f"{rows} rows", env.get(size, rows) == rows, env.get(size))
+        mapped = "L" in env
+        env.setdefault("L", E + S)
+        D = env.setdefault("D", 1)
+        expect("to_physical_map", "at least one column", D >= 1, D)
+        if name == TOP2_SUM or ep > 1 or tp > 1:
+            # indices are renumbered over E + D - 1 physical experts
+            where = (
+                f"at most {D - 1}, the physical experts that to_physical_map has beside {E}" if mapped else "0 without a to_physical_map"
+            )
+            expect("num_shared_experts", where, S <= D - 1, S)
+        expect("num_ep_ranks", f"1 to {E + D - 1} experts", 1 <= ep <= E + D - 1, ep)
+        expect("num_tp_ranks", "at least 1", tp >= 1, tp)
+        expect("tp_rank", f"0 to {tp - 1}", 0 <= env["tp_rank_value"] < tp, env["tp_rank_value"])
+        expect("ep_rank", "no negative number", env["ep_rank_value"] >= 0, env["ep_rank_value"])
+        expect("num_seqs", "no negative number", env["num_seqs"] >= 0, env["num_seqs"])
+        env["sums"] = env["num_seqs"] > 0
+        if env["sums"]:
+            check_sequences(name, env)
+        expect("grad_scores_sum", f"{env['num_seqs']} rows", env.setdefault("B", env["num_seqs"]) == env["num_seqs"], env["B"])
+        env["rows"] = T
+        env["columns"] = K + S
+
+    return run
 
 
 def sizes(env: Env) -> Env:
@@ -459,15 +294,15 @@ Args:
     force_random: [T] bool; rows with True have distinct physical experts and weights at random, a function of ep_rank and the row alone.
     fix_routing_mask, fixed_topk_idx: [T] bool and [T, num_topk] i32 or i64; rows with True take the experts given. A slot with an
         index that names no expert is empty: -1, weight 0.
-    to_physical_map, logical_count: [E + num_shared, D] i32 and [E + num_shared] i32, replicas of every expert and how many there are.
+    to_physical_map, logical_count: [L, D] i32 and [L] i32 with L = E + num_shared_experts, replicas of every expert and how many there are.
     ep_rank, tp_rank: [1] i32, ranks in memory of the device, else ep_rank_value and tp_rank_value.
 
 Returns:
-    topk_idx [T, num_topk + num_shared], physical and of this TP rank, and topk_weights, f32; unmapped_topk_idx [T, num_topk], logical;
-    scores u [T, E] f32; scores_sum [num_seqs, E] f32, shares of the experts summed over the rows of every sequence.
+    topk_idx [T, num_topk + num_shared_experts], physical and of this TP rank, and topk_weights, f32; unmapped_topk_idx [T, num_topk],
+    logical; scores u [T, E] f32; scores_sum [num_seqs, E] f32, shares of the experts summed over the rows of every sequence.
 
 Attributes:
-    num_topk, num_shared: slots; num_shared experts follow the routed ones with weight 1.
+    num_topk, num_shared_experts: slots; the shared experts follow the routed ones with weight 1.
     num_topk_groups, num_groups: equal numbers do not limit groups.
     num_ep_ranks, num_tp_ranks: indices are renumbered over the ranks with this tp_rank; others become -1 and keep their weight.
     scoring_func: "sigmoid", "sqrtsoftplus" or "softmax".
@@ -489,45 +324,52 @@ Source:
 """
 
 KEY = (
-    "E L D num_topk num_shared num_topk_groups num_groups num_ep_ranks num_tp_ranks scoring_func idx fixed_topk_idx_dtype sums"
+    "E L D num_topk num_shared_experts num_topk_groups num_groups num_ep_ranks num_tp_ranks scoring_func idx fixed_topk_idx_dtype sums"
 )  # fmt: skip
 
-moe_gate = declare(
-    "moe_gate",
-    "moe",
-    "logits[T, E]:f32 bias?[E]:f32 image_bias?[IE]:f32 image_token_mask?[IT]:bool mask?[T]:bool force_random?[RT]:bool "
-    "fix_routing_mask?[FT]:bool fixed_topk_idx?[FI, num_topk]:i32|i64 to_physical_map?[L, D]:i32 logical_count?[CL]:i32 "
-    "ep_rank?[1]:i32 tp_rank?[1]:i32 -> topk_idx[T, columns]:idx topk_weights[T, columns]:f32 unmapped_topk_idx?[T, num_topk]:idx "
-    "scores?[T, E]:f32 scores_sum?[B, E]:f32",
-    [
-        Launch(
-            gate,
-            "logits bias image_bias image_token_mask mask force_random fix_routing_mask fixed_topk_idx to_physical_map logical_count "
-            "ep_rank tp_rank -> topk_idx topk_weights unmapped_topk_idx scores partial; "
-            f"routed_scaling_factor ep_rank_value tp_rank_value {SCALARS}",
-            key=KEY,
-            pass_configs=PASS_CONFIGS,
-        ),
-        Launch(sum_partials, "partial -> scores_sum; parts", key="E"),
-    ],
-    attrs={
-        "num_topk": 1, "num_shared": 0, "num_topk_groups": 0, "num_groups": 0, "num_ep_ranks": 1, "num_tp_ranks": 1,
-        "scoring_func": "sqrtsoftplus", "routed_scaling_factor": 1.0, "num_seqs": 0, "idx": "int64", "ep_rank_value": 0,
-        "tp_rank_value": 0,
-    },
-    dynamic="ep_rank_value tp_rank_value",
-    work="partial[Q, E]:f32",
-    derive=sizes,
-    backward="d_topk_weights d_scores_sum scores unmapped_topk_idx topk_weights mask -> d_logits",
-    backward_launches=[
-        Launch(
-            gate_bwd,
-            "d_topk_weights d_scores_sum scores unmapped_topk_idx topk_weights mask -> d_logits; routed_scaling_factor seq_rows",
-            key="E num_topk columns scoring_func idx sums",
-            pass_configs=PASS_CONFIGS,
-        )
-    ],
-    backward_derive=sizes,
-    check=check,
-    doc=DOC,
-)  # fmt: skip
+
+def declare_gate(name: str) -> Op:
+    """A gate by that name."""
+    return declare(
+        name,
+        "moe",
+        "logits[T, E]:f32 bias?[E]:f32 image_bias?[IE]:f32 image_token_mask?[IT]:bool mask?[T]:bool force_random?[RT]:bool "
+        "fix_routing_mask?[FT]:bool fixed_topk_idx?[FI, num_topk]:i32|i64 to_physical_map?[L, D]:i32 logical_count?[CL]:i32 "
+        "ep_rank?[1]:i32 tp_rank?[1]:i32 -> topk_idx[T, columns]:idx topk_weights[T, columns]:f32 unmapped_topk_idx?[T, num_topk]:idx "
+        "scores?[T, E]:f32 scores_sum?[B, E]:f32",
+        [
+            Launch(
+                gate,
+                "logits bias image_bias image_token_mask mask force_random fix_routing_mask fixed_topk_idx to_physical_map logical_count "
+                "ep_rank tp_rank -> topk_idx topk_weights unmapped_topk_idx scores partial; "
+                f"routed_scaling_factor ep_rank_value tp_rank_value {SCALARS}",
+                key=KEY,
+                pass_configs=PASS_CONFIGS,
+            ),
+            Launch(sum_partials, "partial -> scores_sum; parts", key="E"),
+        ],
+        attrs={
+            "num_topk": 1, "num_shared_experts": 0, "num_topk_groups": 0, "num_groups": 0, "num_ep_ranks": 1, "num_tp_ranks": 1,
+            "scoring_func": "sqrtsoftplus", "routed_scaling_factor": 1.0, "num_seqs": 0, "idx": "int64", "ep_rank_value": 0,
+            "tp_rank_value": 0,
+        },
+        dynamic="ep_rank_value tp_rank_value",
+        work="partial[Q, E]:f32",
+        derive=sizes,
+        backward="d_topk_weights d_scores_sum scores unmapped_topk_idx topk_weights mask -> d_logits",
+        backward_launches=[
+            Launch(
+                gate_bwd,
+                "d_topk_weights d_scores_sum scores unmapped_topk_idx topk_weights mask -> d_logits; routed_scaling_factor seq_rows",
+                key="E num_topk columns scoring_func idx sums",
+                pass_configs=PASS_CONFIGS,
+            )
+        ],
+        backward_derive=sizes,
+        check=checked(name),
+        doc=DOC,
+    )  # fmt: skip
+
+
+top2_sum_gate = declare_gate(TOP2_SUM)
+moe_topk_gate = declare_gate("moe_topk_gate")

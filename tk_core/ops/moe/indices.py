@@ -13,28 +13,28 @@ MAX_GROUPS = 128
 U64 = "uint64"
 
 
-def mask_by_tp(P, K, idx_dtype, n, per_rank, num_tp_ranks, has):
+def mask_by_tp(P, K, indices_dtype, n, per_rank, num_tp_ranks, has):
     """A thread takes 16 bytes. An index below n has 32 bits, so divisions are those of constants."""
     T = P.dynamic("T")
-    V = 16 // BYTES[idx_dtype]
+    V = 16 // BYTES[indices_dtype]
     threads = 1 if P.cpu else THREADS
     load, store = vector_access(P, V)
     in_memory = "tp_rank" in has
 
     @P.prim_func
     def main(
-        idx: P.Tensor((T, K), idx_dtype),
+        indices: P.Tensor((T, K), indices_dtype),
         tp_rank: P.Tensor((1,), I32),
-        out: P.Tensor((T, K), idx_dtype),
+        out: P.Tensor((T, K), indices_dtype),
         tp_rank_value: P.int32,
     ):
         with P.Kernel(P.ceildiv(T * K, V * threads), threads=threads) as b:
-            idx = P.view(idx, (T * K,), idx_dtype)
-            out = P.view(out, (T * K,), idx_dtype)
-            given, masked = P.alloc_local((1, V), idx_dtype), P.alloc_local((V,), idx_dtype)
+            indices = P.view(indices, (T * K,), indices_dtype)
+            out = P.view(out, (T * K,), indices_dtype)
+            given, masked = P.alloc_local((1, V), indices_dtype), P.alloc_local((V,), indices_dtype)
             mine, i = P.alloc_local((1,), I32), P.alloc_local((1,), I32)
             mine[0] = tp_rank[0] if in_memory else tp_rank_value
-            load(given, 0, idx, (b * threads + thread(P)) * V, T * K)
+            load(given, 0, indices, (b * threads + thread(P)) * V, T * K)
             for v in P.unroll(V):
                 i[0] = index_of(P, given[0, v], n)
                 if i[0] >= 0:
@@ -43,22 +43,22 @@ def mask_by_tp(P, K, idx_dtype, n, per_rank, num_tp_ranks, has):
                         i[0] = rank // num_tp_ranks * per_rank + i[0] % per_rank
                     else:
                         i[0] = -1
-                masked[v] = P.Cast(idx_dtype, i[0])
+                masked[v] = P.Cast(indices_dtype, i[0])
             store(out, (b * threads + thread(P)) * V, masked, T * K)
 
     return main
 
 
-def unique(P, K, idx_dtype, num_groups):
+def unique(P, K, group_indices_dtype, num_groups):
     """A thread takes a row and keeps what it has seen in 128 bits. It reads the row before it writes it, so both may be the same array."""
     T = P.dynamic("T")
-    V = gcd(K, 16 // BYTES[idx_dtype])
+    V = gcd(K, 16 // BYTES[group_indices_dtype])
     threads = 1 if P.cpu else THREADS
 
     @P.prim_func
-    def main(idx: P.Tensor((T, K), idx_dtype), out: P.Tensor((T, K), idx_dtype)):
+    def main(group_indices: P.Tensor((T, K), group_indices_dtype), out: P.Tensor((T, K), group_indices_dtype)):
         with P.Kernel(P.ceildiv(T, threads), threads=threads) as b:
-            value = P.alloc_local((K,), idx_dtype)
+            value = P.alloc_local((K,), group_indices_dtype)
             seen = P.alloc_local((2,), U64)
             bit = P.alloc_local((1,), U64)
             group = P.alloc_local((1,), I32)
@@ -66,7 +66,7 @@ def unique(P, K, idx_dtype, num_groups):
             if t < T:
                 for c in P.unroll(K // V):
                     for v in P.vectorized(V):
-                        value[c * V + v] = idx[t, c * V + v]
+                        value[c * V + v] = group_indices[t, c * V + v]
                 seen[0] = P.uint64(0)
                 seen[1] = P.uint64(0)
                 for k in P.unroll(K):
@@ -75,11 +75,11 @@ def unique(P, K, idx_dtype, num_groups):
                         bit[0] = P.uint64(1) << P.Cast(U64, group[0] % 64)
                         if group[0] < 64:
                             if (seen[0] & bit[0]) != P.uint64(0):
-                                value[k] = P.Cast(idx_dtype, P.int32(-1))
+                                value[k] = P.Cast(group_indices_dtype, P.int32(-1))
                             seen[0] = seen[0] | bit[0]
                         else:
                             if (seen[1] & bit[0]) != P.uint64(0):
-                                value[k] = P.Cast(idx_dtype, P.int32(-1))
+                                value[k] = P.Cast(group_indices_dtype, P.int32(-1))
                             seen[1] = seen[1] | bit[0]
                 for c in P.unroll(K // V):
                     for v in P.vectorized(V):
@@ -98,7 +98,7 @@ def check_mask(env: Env) -> None:
     expect("num_tp_ranks", "at least 1", env["num_tp_ranks"] >= 1, env["num_tp_ranks"])
     rank = env["tp_rank_value"]
     expect("tp_rank", f"from 0 to {env['num_tp_ranks'] - 1}", 0 <= rank < env["num_tp_ranks"], rank)
-    check_flat("mask_indices_by_tp", "idx", env, "rows")
+    check_flat("mask_indices_by_tp", "indices", env, "rows")
     env["per_rank"] = env["n"] // env["num_ep_ranks"]
 
 
@@ -113,7 +113,7 @@ With R = n // num_ep_ranks experts a rank and rank = i // R, in which the tensor
 out = (rank // num_tp_ranks) * R + i % R where rank % num_tp_ranks == tp_rank, else -1
 
 Args:
-    idx: [..., K] i32 or i64, experts over all ranks; what is negative or at least n becomes -1.
+    indices: [..., K] i32 or i64, experts over all ranks; what is negative or at least n becomes -1.
     tp_rank: [1] i32, the rank in memory; where absent, `tp_rank_value` is the rank.
 
 Attributes:
@@ -123,7 +123,7 @@ Attributes:
     tp_rank_value: the rank, where it is not in memory.
 
 Returns:
-    [..., K] in the dtype of idx.
+    [..., K] in the dtype of indices.
 
 Raises:
     TypeError: a dtype is another one.
@@ -139,12 +139,12 @@ Gradient:
 mask_indices_by_tp = declare(
     "mask_indices_by_tp",
     "moe",
-    "idx[..., K]:i32|i64 tp_rank?[1]:i32 -> out[..., K]:idx_dtype",
+    "indices[..., K]:i32|i64 tp_rank?[1]:i32 -> out[..., K]:indices_dtype",
     [
         Launch(
             mask_by_tp,
-            "idx tp_rank -> out; tp_rank_value",
-            key="K idx_dtype n per_rank num_tp_ranks",
+            "indices tp_rank -> out; tp_rank_value",
+            key="K indices_dtype n per_rank num_tp_ranks",
             pass_configs=EXPLICIT,
         )
     ],
@@ -157,16 +157,16 @@ mask_indices_by_tp = declare(
 UNIQUE_DOC = """Keep every group once a row: its leftmost entry stays, later ones become -1.
 
 Args:
-    idx: [..., K] i32 or i64; what is negative or at least num_groups stays as it is.
+    group_indices: [..., K] i32 or i64; what is negative or at least num_groups stays as it is.
 
 Attributes:
     num_groups: number of groups, 1 to 128.
 
 Returns:
-    [..., K] in the dtype of idx.
+    [..., K] in the dtype of group_indices.
 
 Raises:
-    TypeError: idx is neither i32 nor i64.
+    TypeError: group_indices is neither i32 nor i64.
     ValueError: num_groups is out of its range.
 
 Numerics:
@@ -179,8 +179,8 @@ Gradient:
 unique_group_indices = declare(
     "unique_group_indices",
     "moe",
-    "idx[..., K]:i32|i64 -> out[..., K]:idx_dtype",
-    [Launch(unique, "idx -> out", key="K idx_dtype num_groups", pass_configs=EXPLICIT)],
+    "group_indices[..., K]:i32|i64 -> out[..., K]:group_indices_dtype",
+    [Launch(unique, "group_indices -> out", key="K group_indices_dtype num_groups", pass_configs=EXPLICIT)],
     attrs={"num_groups": 1},
     check=check_unique,
     doc=UNIQUE_DOC,

@@ -19,7 +19,7 @@ MAX_EXPERTS = 1024
 ROWS = 8
 
 
-def count_and_clear(P, K, E, idx_dtype):
+def count_and_clear(P, K, E, topk_idx_dtype):
     """A block counts the experts of its assignments, and clears its share of the rows."""
     T, N, parts = P.dynamic("T"), P.dynamic("N"), P.dynamic("parts")
     threads = 1 if P.cpu else THREADS
@@ -28,7 +28,7 @@ def count_and_clear(P, K, E, idx_dtype):
 
     @P.prim_func
     def main(
-        idx: P.Tensor((T, K), idx_dtype),
+        topk_idx: P.Tensor((T, K), topk_idx_dtype),
         part: P.Tensor((parts, E), I32),
         pos_to_expert: P.Tensor((N,), I32),
         pos_to_token: P.Tensor((N,), I32),
@@ -36,7 +36,7 @@ def count_and_clear(P, K, E, idx_dtype):
         share: P.int32,
     ):
         with P.Kernel(parts, threads=threads) as b:
-            idx = P.view(idx, (T * K,), idx_dtype)
+            topk_idx = P.view(topk_idx, (T * K,), topk_idx_dtype)
             counts = P.alloc_shared((E,), I32)
             value = P.alloc_local((batch,), I32)
             end = P.min((b + 1) * share, T * K)
@@ -45,7 +45,7 @@ def count_and_clear(P, K, E, idx_dtype):
                     counts[r * threads + thread(P)] = 0
             P.sync_threads()
             # the first assignments are on their way while rows are cleared, the next ones while others are counted
-            load(value, idx, b * share + thread(P), threads, end, E)
+            load(value, topk_idx, b * share + thread(P), threads, end, E)
             # four rows a thread and step
             for r in P.serial(P.ceildiv(N, parts * threads * 4)):
                 row = ((r * parts + b) * threads + thread(P)) * 4
@@ -66,7 +66,7 @@ def count_and_clear(P, K, E, idx_dtype):
                 for u in P.unroll(batch):
                     if value[u] >= 0:
                         P.atomic_add(counts[value[u]], 1)
-                load(value, idx, b * share + (r + 1) * batch * threads + thread(P), threads, end, E)
+                load(value, topk_idx, b * share + (r + 1) * batch * threads + thread(P), threads, end, E)
             P.sync_threads()
             for r in P.serial(-(-E // threads)):
                 if r * threads + thread(P) < E:
@@ -95,13 +95,13 @@ def write_segment(P, by_capacity):
     return run
 
 
-def place(P, K, E, idx_dtype, by_capacity):
+def place(P, K, E, topk_idx_dtype, by_capacity):
     """A block gives rows to the assignments that it counted in the first launch."""
     body = place_on_c if P.cpu else place_on_cuda
-    return body(P, K, E, idx_dtype, by_capacity)
+    return body(P, K, E, topk_idx_dtype, by_capacity)
 
 
-def place_on_cuda(P, K, E, idx_dtype, by_capacity):
+def place_on_cuda(P, K, E, topk_idx_dtype, by_capacity):
     """Thread t owns the experts from t * own on; `width` columns of counts are read at a time, by as many threads or by all."""
     T, N, parts = P.dynamic("T"), P.dynamic("N"), P.dynamic("parts")
     threads = 1024 if E <= 512 else 512
@@ -113,7 +113,7 @@ def place_on_cuda(P, K, E, idx_dtype, by_capacity):
 
     @P.prim_func
     def main(
-        idx: P.Tensor((T, K), idx_dtype),
+        topk_idx: P.Tensor((T, K), topk_idx_dtype),
         part: P.Tensor((parts, E), I32),
         pos_to_expert: P.Tensor((N,), I32),
         pos_to_token: P.Tensor((N,), I32),
@@ -128,7 +128,7 @@ def place_on_cuda(P, K, E, idx_dtype, by_capacity):
         capacity: P.int32,
     ):
         with P.Kernel(parts, threads=threads) as b:
-            idx = P.view(idx, (T * K,), idx_dtype)
+            topk_idx = P.view(topk_idx, (T * K,), topk_idx_dtype)
             token_topk_to_pos = P.view(token_topk_to_pos, (T * K,), I32)
             # counts of all blocks and of those before this one, then the next row of every warp and expert
             total, before = P.alloc_shared((slices, width), I32), P.alloc_shared((slices, width), I32)
@@ -152,7 +152,7 @@ def place_on_cuda(P, K, E, idx_dtype, by_capacity):
                 row[(j * threads + tx) // width, (j * threads + tx) % width] = 0
             if tx == 0:
                 lost[0] = 0
-            load(value, idx, first + lane, 32, end, E)
+            load(value, topk_idx, first + lane, 32, end, E)
             for j in P.unroll(own):
                 column, slice = (j * threads + tx) % width, tx // width
                 count[0] = 0
@@ -175,8 +175,8 @@ def place_on_cuda(P, K, E, idx_dtype, by_capacity):
                 for u in P.unroll(BATCH):
                     if value[u] >= 0:
                         P.atomic_add(row[warp, value[u]], 1)
-                load(value, idx, first + (r + 1) * BATCH * 32 + lane, 32, end, E)
-            load(value, idx, first + lane, 32, end, E)
+                load(value, topk_idx, first + (r + 1) * BATCH * 32 + lane, 32, end, E)
+            load(value, topk_idx, first + lane, 32, end, E)
             # where segments begin: a scan over the lanes of a warp, then over warps
             size[0] = 0
             for j in P.unroll(own):
@@ -239,19 +239,19 @@ def place_on_cuda(P, K, E, idx_dtype, by_capacity):
                         pos_to_expert[pos[0]] = value[u]
                         pos_to_token[pos[0]] = i // K
                         pos_to_token_topk[pos[0]] = i
-                load(value, idx, first + (r + 1) * BATCH * 32 + lane, 32, end, E)
+                load(value, topk_idx, first + (r + 1) * BATCH * 32 + lane, 32, end, E)
 
     return main
 
 
-def place_on_c(P, K, E, idx_dtype, by_capacity):
+def place_on_c(P, K, E, topk_idx_dtype, by_capacity):
     """One assignment after the other."""
     T, N, parts = P.dynamic("T"), P.dynamic("N"), P.dynamic("parts")
     segment = write_segment(P, by_capacity)
 
     @P.prim_func
     def main(
-        idx: P.Tensor((T, K), idx_dtype),
+        topk_idx: P.Tensor((T, K), topk_idx_dtype),
         part: P.Tensor((parts, E), I32),
         pos_to_expert: P.Tensor((N,), I32),
         pos_to_token: P.Tensor((N,), I32),
@@ -266,7 +266,7 @@ def place_on_c(P, K, E, idx_dtype, by_capacity):
         capacity: P.int32,
     ):
         with P.Kernel(parts, threads=1) as b:
-            idx = P.view(idx, (T * K,), idx_dtype)
+            topk_idx = P.view(topk_idx, (T * K,), topk_idx_dtype)
             token_topk_to_pos = P.view(token_topk_to_pos, (T * K,), I32)
             total, row = P.alloc_local((E,), I32), P.alloc_local((E,), I32)
             next, dropped, lost = P.alloc_local((1,), I32), P.alloc_local((1,), I32), P.alloc_local((1,), I32)
@@ -293,7 +293,7 @@ def place_on_c(P, K, E, idx_dtype, by_capacity):
                 num_dropped[0] = lost[0]
             for c in P.serial(P.max(P.min(share, T * K - b * share), 0)):
                 i = b * share + c
-                value[0] = index_of(P, idx[i], E)
+                value[0] = index_of(P, topk_idx[i], E)
                 token_topk_to_pos[i] = -1
                 if value[0] >= 0:
                     pos[0] = row[value[0]]
@@ -324,7 +324,7 @@ def check(env: Env) -> None:
     expect("num_expanded_tokens", f"from 0 to {MAX_FLAT}", 0 <= N <= MAX_FLAT, N)
     expect("expert_capacity", "not negative, in whole alignments", C >= 0 and C % A == 0, C)
     expect("expert_capacity", "0 where num_expanded_tokens is given", not (C and N), C)
-    check_flat("get_fused_mapping", "idx", env)
+    check_flat("get_fused_mapping", "topk_idx", env)
     # positions of the unlimited layout, and those of a full buffer of capacities
     rows = max(env["T"] * env["K"] + (A - 1) * E, E * C)
     expect("alignment", f"at most {MAX_FLAT} rows in the unlimited layout", rows <= MAX_FLAT, A)
@@ -343,7 +343,7 @@ Segments follow each other in the order of experts. The first rows of a segment 
 order of t * K + k; the rest of it, and all rows behind the last segment, are padding.
 
 Args:
-    idx: [T, K] i32 or i64, the experts of the tokens; what is negative or at least num_experts is no assignment.
+    topk_idx: [T, K] i32 or i64, the experts of the tokens; what is negative or at least num_experts is no assignment.
 
 Attributes:
     num_experts: number of experts E, 1 to 1024.
@@ -362,7 +362,7 @@ Returns:
     num_dropped [1] i32, assignments without a row.
 
 Raises:
-    TypeError: idx is neither i32 nor i64.
+    TypeError: topk_idx is neither i32 nor i64.
     ValueError: an attribute is out of its range, or rows cannot be counted in 31 bits.
 
 Numerics:
@@ -375,20 +375,20 @@ Gradient:
 get_fused_mapping = declare(
     "get_fused_mapping",
     "moe",
-    "idx[T, K]:i32|i64 -> pos_to_expert[N]:i32 pos_to_token[N]:i32 pos_to_token_topk[N]:i32 token_topk_to_pos[T, K]:i32 "
+    "topk_idx[T, K]:i32|i64 -> pos_to_expert[N]:i32 pos_to_token[N]:i32 pos_to_token_topk[N]:i32 token_topk_to_pos[T, K]:i32 "
     "expert_start[E]:i32 expert_end[E]:i32 num_tokens_per_expert[E]:i32 num_dropped[1]:i32",
     [
         Launch(
             count_and_clear,
-            "idx -> part pos_to_expert pos_to_token pos_to_token_topk; share",
-            key="K E idx_dtype",
+            "topk_idx -> part pos_to_expert pos_to_token pos_to_token_topk; share",
+            key="K E topk_idx_dtype",
             pass_configs=EXPLICIT,
         ),
         Launch(
             place,
-            "idx part -> pos_to_expert pos_to_token pos_to_token_topk token_topk_to_pos expert_start expert_end num_tokens_per_expert "
+            "topk_idx part -> pos_to_expert pos_to_token pos_to_token_topk token_topk_to_pos expert_start expert_end num_tokens_per_expert "
             "num_dropped; share alignment expert_capacity",
-            key="K E idx_dtype by_capacity",
+            key="K E topk_idx_dtype by_capacity",
             pass_configs=EXPLICIT,
         ),
     ],
