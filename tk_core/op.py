@@ -277,6 +277,8 @@ class Op:
     returns: tuple[str, ...]
     doc: str = ""
     straight_through: bool = False
+    # saved arguments that only one gradient needs: where that is not asked for, they are not kept
+    only_for: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def attrs(self) -> dict[str, Any]:
@@ -327,6 +329,7 @@ def declare(
     loose: str = "",
     dynamic: str = "",
     straight_through: bool = False,
+    only_for: Mapping[str, str] | None = None,
     doc: str = "",
 ) -> Op:
     """Make an `Op`. `backward` lists names only: their shapes and dtypes are those of the forward rule."""
@@ -352,10 +355,11 @@ def declare(
         return args
 
     several = len(public) > 1
-    ins = typed(left, lambda key: known[key].optional if key in known else several)
+    spare = dict(only_for or {})
+    ins = typed(left, lambda key: (known[key].optional or key in spare) if key in known else several)
     outs = typed(right, lambda key: True)
     bwd = Rule(
         f"{name}_bwd", ins, outs, tuple(backward_launches), parse(backward_work), attrs, check,
         backward_derive, tuple(accumulates.split()), partial_results=True,
     )  # fmt: skip
-    return Op(name, area, fwd, bwd, public, doc)
+    return Op(name, area, fwd, bwd, public, doc, only_for=spare)

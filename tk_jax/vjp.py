@@ -82,7 +82,7 @@ def _compiled(
     attrs = dict(zip(rule.attrs, values, strict=True))
     names = tuple(name for name, there in zip(rule.ins, present, strict=True) if there)
     if op.backward is not None:
-        differentiable = _differentiable(op, attrs, present, names)
+        differentiable = _differentiable(op, attrs, present, names, returns)
     else:
         call = Call.of(rule, attrs, present, returns or rule.outs, in_place)
         public = tuple if returns else lambda results: op.public(dict(zip(call.wanted, results, strict=True)))
@@ -109,28 +109,33 @@ class _Wanted:
     names: tuple[str, ...]
 
 
-def _differentiable(op: Op, attrs: Mapping[str, Any], present: tuple[bool, ...], names: tuple[str, ...]) -> Any:
+def _differentiable(op: Op, attrs: Mapping[str, Any], present: tuple[bool, ...], names: tuple[str, ...], returns: tuple[str, ...]) -> Any:
     rule, backward = op.forward, op.backward
+    given_back = returns or op.returns
 
-    # every result, also those that only the gradient needs: one program and the same bits whether it is wanted or not
+    # every result, also those that only the gradient needs; without a gradient those that nobody would see are left out
     call = Call.of(rule, attrs, present, rule.outs)
+    plain = Call.of(rule, attrs, present, [name for name, arg in rule.outs.items() if name in given_back or not arg.optional])
+
+    def public(values: Mapping[str, Any]) -> Any:
+        return tuple(values[name] for name in returns) if returns else op.public(values)
 
     def primal(*arrays: Any) -> Any:
-        return op.public(dict(zip(call.wanted, batchable(call)(*arrays), strict=True)))
+        return public(dict(zip(plain.wanted, batchable(plain)(*arrays), strict=True)))
 
     def forward(*primals: Any) -> tuple[Any, Any]:
         arrays = [primal.value for primal in primals]
         perturbed = [name for name, primal in zip(names, primals, strict=True) if primal.perturbed]
         wanted = tuple(f"d_{name}" for name in perturbed if f"d_{name}" in backward.outs)
-        saved = op.saved if wanted else ()
+        saved = [name for name in op.saved if op.only_for.get(name, wanted and wanted[0]) in wanted] if wanted else []
         results = dict(zip(call.wanted, _final(call, op.name)(*arrays), strict=True))
         known = dict(zip(names, arrays, strict=True)) | results
-        return op.public(results), (_Wanted(wanted), {name: known[name] for name in saved if name in known})
+        return public(results), (_Wanted(wanted), {name: known[name] for name in saved if name in known})
 
     def pull(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
         wanted, saved = residuals
-        several = cotangents if len(op.returns) > 1 else (cotangents,)
-        given = {name: ct for name, ct in zip(op.returns, several, strict=True) if not isinstance(ct, SymbolicZero)}
+        several = cotangents if returns or len(op.returns) > 1 else (cotangents,)
+        given = {name: ct for name, ct in zip(given_back, several, strict=True) if not isinstance(ct, SymbolicZero)}
         if not given or not wanted.names:
             return (None,) * len(names)
         arrays = [saved[name] if name in op.saved and name in saved else given.get(name[2:]) for name in backward.ins]
@@ -161,6 +166,24 @@ def _not_differentiable(name: str, advice: str, call: Call, public: Callable[[An
 
     function.defjvp(refuse, symbolic_zeros=True)
     return function
+
+
+def refuse_gradient(name: str, what: str, array: Any) -> Any:
+    """The array as it is; whoever differentiates through it is told that there is no gradient for `what`."""
+    if not isinstance(array, jax.Array):
+        return array
+
+    @jax.custom_jvp
+    def same(value: Any) -> Any:
+        return value
+
+    def refuse(primals: Any, tangents: Any) -> Any:
+        if not isinstance(tangents[0], SymbolicZero):
+            raise NotImplementedError(f"{name}: the gradient is not implemented for {what}")
+        return primals[0], zero_from_primal(primals[0], symbolic_zeros=False)
+
+    same.defjvp(refuse, symbolic_zeros=True)
+    return same(array)
 
 
 @jax.tree_util.register_static

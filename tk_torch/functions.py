@@ -27,8 +27,8 @@ class Gradient:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any]) -> None:
-        """Keep what `backward` needs."""
+    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any], offset: int) -> None:
+        """Keep what `backward` needs; the arguments begin at `offset` among those of the Function."""
 
     def backward(self, ctx: Any, cotangents: Sequence[Tensor | None], offset: int) -> Sequence[Tensor | None]:
         """Gradients of the arguments, which begin at `offset` among those of the Function."""
@@ -38,7 +38,7 @@ class Gradient:
 class NoGradient(Gradient):
     """Of an operation that is not differentiable: its results require no gradient."""
 
-    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any]) -> None:
+    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any], offset: int) -> None:
         """Nothing, and autograd is told that there is nothing."""
         ctx.mark_non_differentiable(*(t for t in outs if t is not None))
 
@@ -46,7 +46,7 @@ class NoGradient(Gradient):
 class StraightThrough(Gradient):
     """The cotangent of the result is the gradient of the first argument, in the argument's dtype."""
 
-    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any]) -> None:
+    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any], offset: int) -> None:
         """No tensor: the dtype."""
         ctx.dtype = tensors[0].dtype
 
@@ -70,6 +70,8 @@ class RuleGradient(Gradient):
         self.carried_at = tuple(results.index(name) for name in self.carried)
         names, outs = [*op.forward.ins, *op.forward.outs], list(op.forward.outs)
         self.saved = [names.index(name) for name in op.saved]
+        # places of saved arguments that only one gradient needs, and of the argument whose gradient that is
+        self.spare = {op.saved.index(name): names.index(of.removeprefix("d_")) for name, of in op.only_for.items()}
         # a single result always has a cotangent when the backward pass runs
         self.several = len(outs) > 1
         self.private = [i for i, name in enumerate(outs) if name not in op.returns]
@@ -83,10 +85,14 @@ class RuleGradient(Gradient):
         self.bits = [(position, 1 << i) for position, i in enumerate(self.order) if i is not None]
         self.nothing = [None] * len(self.order)
 
-    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any]) -> None:
+    def save(self, ctx: Any, tensors: Sequence[Any], outs: Sequence[Any], offset: int) -> None:
         """Save the tensors that the backward rule names."""
         known = (*tensors, *outs)
-        ctx.save_for_backward(*[known[i] for i in self.saved])
+        saved = [known[i] for i in self.saved]
+        for place, of in self.spare.items():
+            if not ctx.needs_input_grad[offset + of]:
+                saved[place] = None
+        ctx.save_for_backward(*saved)
         if self.several:
             ctx.set_materialize_grads(False)
         if self.private:
@@ -169,7 +175,7 @@ def eager_function(direction: Direction) -> Callable[..., Any]:
         else:
             ready, outs = tensors, direction.below((*tensors[:num_ins], *carried), values, mask)
         ctx.call = call
-        gradient.save(ctx, ready[:num_ins], outs)
+        gradient.save(ctx, ready[:num_ins], outs, _EAGER)
         if given:
             ctx.mark_dirty(*given.values())
         return tuple(outs)
@@ -195,7 +201,7 @@ def functional_function(direction: Direction) -> type[torch.autograd.Function]:
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         values, _, *tensors = inputs
         ctx.call = Call(False, values, direction.all, None, (), (None,) * len(gradient.carried))
-        gradient.save(ctx, tensors[:num_ins], output)
+        gradient.save(ctx, tensors[:num_ins], output, _FUNCTIONAL)
 
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         grads = gradient.backward(ctx, cotangents, _FUNCTIONAL)

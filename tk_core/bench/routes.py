@@ -48,7 +48,7 @@ def gates() -> Iterator[Bound]:
     yield from _both("top2_sum_gate", [_t(T, 256), _t(256)], grouped, {"d_topk_weights": _t(T, 8)})
     yield from _both("scores_sum", [_t(T, 256), _t(T, dtype=BOOL)], {"num_seqs": 4})
     backward = [_t(T, 256), _t(T, 8, dtype="int64"), _t(T, 8), _t(T, 8)]
-    yield from _both("moe_gate_backward", backward, {})
+    yield from _both("moe_topk_gate_backward", backward, {})
 
 
 def counts() -> Iterator[Bound]:
@@ -58,8 +58,10 @@ def counts() -> Iterator[Bound]:
         yield from _both("group_count", [chosen], {"num_groups": 256})
         yield from _both("aux_fi", [chosen], {"num_experts": 256, "num_aux_topk": 8})
         yield from _both("mask_indices_by_tp", [chosen], {"n": 256, "num_ep_ranks": 8, "num_tp_ranks": 2})
-        yield from _both("unique_group_indices", [chosen], {"num_groups": 8})
-        yield from _both("get_fused_mapping", [chosen], {"num_experts": 32, "alignment": 128, "num_expanded_tokens": 4 * T})
+        for name in ("unique_group_indices", "inplace_unique_group_indices"):
+            yield from _both(name, [chosen], {"num_groups": 8})
+        for name in ("get_fused_mapping", "fused_mapping"):
+            yield from _both(name, [chosen], {"num_experts": 32, "alignment": 128, "num_expanded_tokens": 4 * T})
         yield from _both("psum_num_tokens_per_expert", [chosen, _t(32, dtype=I32)], {})
 
 

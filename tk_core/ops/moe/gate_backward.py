@@ -1,4 +1,4 @@
-"""The gradient of the gates, and `moe_gate_backward`: the same as an operation of its own.
+"""The gradient of the gates, and `moe_topk_gate_backward`: the same as an operation of its own.
 
 D = 1e-20 + sum over filled slots of u[e_k]
 r[e] = sum over slots k of e of (c g_k - sum_j g_j w_j) / D           g: cotangent of the weights w
@@ -183,7 +183,7 @@ def backward(P, E, K, C, scoring_func, idx, routed, aux, masked):
 
 
 def gate_bwd(P, E, num_topk, columns, scoring_func, idx, sums, has):
-    """The gradient rule of `moe_gate`."""
+    """The gradient rule of the gates."""
     routed, aux = "d_topk_weights" in has, "d_scores_sum" in has and sums
     return backward(P, E, num_topk, columns, scoring_func, idx, routed, aux, "mask" in has)
 
@@ -194,7 +194,7 @@ def gate_backward(P, E, K, scoring_func, topk_idx_dtype, has):
 
 
 def check(env: Env) -> None:
-    name = "moe_gate_backward"
+    name = "moe_topk_gate_backward"
     check_experts(name, "scores", env["E"])
     if not 1 <= env["K"] <= SLOTS:
         raise value_error(name, "topk_idx", f"1 to {SLOTS} slots", env["K"])
@@ -229,8 +229,8 @@ Gradient:
     none.
 """
 
-moe_gate_backward = declare(
-    "moe_gate_backward",
+moe_topk_gate_backward = declare(
+    "moe_topk_gate_backward",
     "moe",
     "scores[T, E]:f32 topk_idx[T, K]:i32|i64 topk_weights[T, K]:f32 grad_topk_weights[T, K]:f32 mask?[T]:bool "
     "grad_scores_sum?[B, E]:f32 -> grad_logits[T, E]:f32",

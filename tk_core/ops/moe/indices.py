@@ -3,7 +3,7 @@
 from math import gcd
 
 from tk_core.errors import value_error
-from tk_core.op import Env, Launch, declare
+from tk_core.op import Env, Launch, Op, declare
 from tk_core.ops.mhc.common import thread
 from tk_core.ops.moe.common import BYTES, EXPLICIT, I32, check_flat, index_of
 from tk_core.ops.quant.elementwise import vector_access
@@ -97,14 +97,9 @@ def check_mask(env: Env) -> None:
     expect("n", "at least one expert for every rank", env["num_ep_ranks"] <= env["n"] < 2**31, env["n"])
     expect("num_tp_ranks", "at least 1", env["num_tp_ranks"] >= 1, env["num_tp_ranks"])
     rank = env["tp_rank_value"]
-    expect("tp_rank", f"from 0 to {env['num_tp_ranks'] - 1}", 0 <= rank < env["num_tp_ranks"], rank)
+    expect("tp_rank", f"0 to {env['num_tp_ranks'] - 1}", 0 <= rank < env["num_tp_ranks"], rank)
     check_flat("mask_indices_by_tp", "indices", env, "rows")
     env["per_rank"] = env["n"] // env["num_ep_ranks"]
-
-
-def check_unique(env: Env) -> None:
-    if not 1 <= env["num_groups"] <= MAX_GROUPS:
-        raise value_error("unique_group_indices", "num_groups", f"from 1 to {MAX_GROUPS}", env["num_groups"])
 
 
 MASK_DOC = """Keep the experts of one tensor-parallel rank, renumbered over the ranks of that kind.
@@ -176,12 +171,25 @@ Gradient:
     None.
 """
 
-unique_group_indices = declare(
-    "unique_group_indices",
-    "moe",
-    "group_indices[..., K]:i32|i64 -> out[..., K]:group_indices_dtype",
-    [Launch(unique, "group_indices -> out", key="K group_indices_dtype num_groups", pass_configs=EXPLICIT)],
-    attrs={"num_groups": 1},
-    check=check_unique,
-    doc=UNIQUE_DOC,
-)
+
+def declare_unique(name: str) -> Op:
+    """The operation by that name."""
+
+    def check(env: Env) -> None:
+        if not 1 <= env["num_groups"] <= MAX_GROUPS:
+            raise value_error(name, "num_groups", f"1 to {MAX_GROUPS}", env["num_groups"])
+
+    return declare(
+        name,
+        "moe",
+        "group_indices[..., K]:i32|i64 -> out[..., K]:group_indices_dtype",
+        [Launch(unique, "group_indices -> out", key="K group_indices_dtype num_groups", pass_configs=EXPLICIT)],
+        attrs={"num_groups": 1},
+        check=check,
+        doc=UNIQUE_DOC,
+    )
+
+
+unique_group_indices = declare_unique("unique_group_indices")
+# the result is the argument
+inplace_unique_group_indices = declare_unique("inplace_unique_group_indices")

@@ -1,4 +1,4 @@
-"""`get_fused_mapping`: where every assignment of a token to an expert has its row in an expert-major buffer.
+"""`get_fused_mapping`, `fused_mapping`: where every assignment of a token to an expert has its row in an expert-major buffer.
 
 Expert e owns a segment of ceil(count[e] / alignment) * alignment rows, one segment after the other. Its first count[e] rows are its
 assignments in ascending order of the flat index t * K + k, the rest is padding. With an expert capacity all segments have that length.
@@ -9,8 +9,11 @@ assignments begin in them; it counts the experts of its warps, and then every wa
 of a warp that have the same expert find each other by comparison. Nothing depends on the order in which threads run.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from tk_core.errors import value_error
-from tk_core.op import Env, Launch, declare
+from tk_core.op import Env, Launch, Op, declare
 from tk_core.ops.mhc.common import thread
 from tk_core.ops.moe.common import BATCH, EXPLICIT, I32, MAX_FLAT, THREADS, check_flat, index_of, load_batch, parts_of
 
@@ -313,22 +316,27 @@ def max_num_expanded_tokens(num_tokens: int, num_topk: int, num_experts: int, al
     return (assignments + (alignment - 1) * min(num_experts, assignments)) // alignment * alignment
 
 
-def check(env: Env) -> None:
-    def expect(argument: str, what: str, good: bool, got) -> None:
-        if not good:
-            raise value_error("get_fused_mapping", argument, what, got)
+def checked(name: str) -> Callable[[Env], None]:
+    """The check of a mapping by that name."""
 
-    E, A, N, C = env["num_experts"], env["alignment"], env["num_expanded_tokens"], env["expert_capacity"]
-    expect("num_experts", f"from 1 to {MAX_EXPERTS}", 1 <= E <= MAX_EXPERTS, E)
-    expect("alignment", "at least 1", 1 <= A < 2**31, A)
-    expect("num_expanded_tokens", f"from 0 to {MAX_FLAT}", 0 <= N <= MAX_FLAT, N)
-    expect("expert_capacity", "not negative, in whole alignments", C >= 0 and C % A == 0, C)
-    expect("expert_capacity", "0 where num_expanded_tokens is given", not (C and N), C)
-    check_flat("get_fused_mapping", "topk_idx", env)
-    # positions of the unlimited layout, and those of a full buffer of capacities
-    rows = max(env["T"] * env["K"] + (A - 1) * E, E * C)
-    expect("alignment", f"at most {MAX_FLAT} rows in the unlimited layout", rows <= MAX_FLAT, A)
-    env["E"], env["N"], env["by_capacity"] = E, E * C if C else N, C > 0
+    def expect(argument: str, what: str, good: bool, got: Any) -> None:
+        if not good:
+            raise value_error(name, argument, what, got)
+
+    def run(env: Env) -> None:
+        E, A, N, C = env["num_experts"], env["alignment"], env["num_expanded_tokens"], env["expert_capacity"]
+        expect("num_experts", f"1 to {MAX_EXPERTS}", 1 <= E <= MAX_EXPERTS, E)
+        expect("alignment", "at least 1", 1 <= A < 2**31, A)
+        expect("num_expanded_tokens", f"0 to {MAX_FLAT}", 0 <= N <= MAX_FLAT, N)
+        expect("expert_capacity", "not negative, in whole alignments", C >= 0 and C % A == 0, C)
+        expect("expert_capacity", "0 where num_expanded_tokens is given", not (C and N), C)
+        check_flat(name, "topk_idx", env)
+        # positions of the unlimited layout, and those of a full buffer of capacities
+        rows = max(env["T"] * env["K"] + (A - 1) * E, E * C)
+        expect("alignment", f"at most {MAX_FLAT} rows in the unlimited layout", rows <= MAX_FLAT, A)
+        env["E"], env["N"], env["by_capacity"] = E, E * C if C else N, C > 0
+
+    return run
 
 
 def derive(env: Env) -> Env:
@@ -372,29 +380,36 @@ Gradient:
     None.
 """
 
-get_fused_mapping = declare(
-    "get_fused_mapping",
-    "moe",
-    "topk_idx[T, K]:i32|i64 -> pos_to_expert[N]:i32 pos_to_token[N]:i32 pos_to_token_topk[N]:i32 token_topk_to_pos[T, K]:i32 "
-    "expert_start[E]:i32 expert_end[E]:i32 num_tokens_per_expert[E]:i32 num_dropped[1]:i32",
-    [
-        Launch(
-            count_and_clear,
-            "topk_idx -> part pos_to_expert pos_to_token pos_to_token_topk; share",
-            key="K E topk_idx_dtype",
-            pass_configs=EXPLICIT,
-        ),
-        Launch(
-            place,
-            "topk_idx part -> pos_to_expert pos_to_token pos_to_token_topk token_topk_to_pos expert_start expert_end num_tokens_per_expert "
-            "num_dropped; share alignment expert_capacity",
-            key="K E topk_idx_dtype by_capacity",
-            pass_configs=EXPLICIT,
-        ),
-    ],
-    attrs={"num_experts": 1, "alignment": 1, "num_expanded_tokens": 0, "expert_capacity": 0},
-    work="part[parts, E]:i32",
-    check=check,
-    derive=derive,
-    doc=DOC,
-)
+
+def declare_mapping(name: str) -> Op:
+    """A mapping by that name."""
+    return declare(
+        name,
+        "moe",
+        "topk_idx[T, K]:i32|i64 -> pos_to_expert[N]:i32 pos_to_token[N]:i32 pos_to_token_topk[N]:i32 token_topk_to_pos[T, K]:i32 "
+        "expert_start[E]:i32 expert_end[E]:i32 num_tokens_per_expert[E]:i32 num_dropped[1]:i32",
+        [
+            Launch(
+                count_and_clear,
+                "topk_idx -> part pos_to_expert pos_to_token pos_to_token_topk; share",
+                key="K E topk_idx_dtype",
+                pass_configs=EXPLICIT,
+            ),
+            Launch(
+                place,
+                "topk_idx part -> pos_to_expert pos_to_token pos_to_token_topk token_topk_to_pos expert_start expert_end "
+                "num_tokens_per_expert num_dropped; share alignment expert_capacity",
+                key="K E topk_idx_dtype by_capacity",
+                pass_configs=EXPLICIT,
+            ),
+        ],
+        attrs={"num_experts": 1, "alignment": 1, "num_expanded_tokens": 0, "expert_capacity": 0},
+        work="part[parts, E]:i32",
+        check=checked(name),
+        derive=derive,
+        doc=DOC,
+    )
+
+
+get_fused_mapping = declare_mapping("get_fused_mapping")
+fused_mapping = declare_mapping("fused_mapping")

@@ -216,9 +216,9 @@ def reduce_bwd(P, K, H, x_dtype, out_dtype, has):
     return main
 
 
-def gradients(P, K, H, x_dtype, d_out_dtype, has):
+def gradients(P, K, H, x_dtype, grad_out_dtype, has):
     """As an operation of its own, where x may be absent."""
-    return reduce_bwd(P, K, H, x_dtype or d_out_dtype, d_out_dtype, has)
+    return reduce_bwd(P, K, H, x_dtype or grad_out_dtype, grad_out_dtype, has)
 
 
 # ------------------------------------------------------------------ the assignment of every row, where only the reverse is known
@@ -261,6 +261,9 @@ def check(env: Env) -> None:
     if "factors" in env and (env["factors"] != 1 or not env["fp8_format"]):
         raise value_error("reduce_fused", "sf", "one number, and only where the output is E4M3", f"{env['factors']} of them")
     check_flat("reduce_fused", "token_topk_to_pos", env)
+    # the gradient to x needs no x: its rows are known as an attribute, its dtype is that of the output
+    env.setdefault("N", env["num_rows"])
+    env["x_dtype"] = env["x_dtype"] or env["out_dtype"]
     env["out_dtype"] = FORMATS[env["fp8_format"]] or env["x_dtype"]
 
 
@@ -281,6 +284,7 @@ Args:
 
 Attributes:
     fp8_format: "" for the dtype of x, or "e4m3".
+    num_rows: N, for a gradient that is computed without x.
 
 Returns:
     [T, H]; zeros for tokens without a row.
@@ -315,7 +319,8 @@ reduce_fused = declare(
             pass_configs=EXPLICIT,
         )
     ],
-    attrs={"fp8_format": ""},
+    attrs={"fp8_format": "", "num_rows": 0},
+    only_for={"x": "d_topk_weights"},
     backward="d_out x topk_weights token_topk_to_pos x_sf -> d_x d_topk_weights",
     backward_launches=[
         Launch(clear_owners, "-> owner", pass_configs=EXPLICIT),
@@ -334,11 +339,11 @@ reduce_fused = declare(
 
 BWD_DOC = """The gradients of `reduce_fused`.
 
-d_x[p] = topk_weights[t, k] * d_out[t] where pos_to_token_topk[p] = t * K + k, zeros on padding
-d_topk_weights[t, k] = x_sf[p] * sum_h d_out[t, h] * x[p, h] where p = token_topk_to_pos[t, k] is a row of x, else zero
+d_x[p] = topk_weights[t, k] * grad_out[t] where pos_to_token_topk[p] = t * K + k, zeros on padding
+d_topk_weights[t, k] = x_sf[p] * sum_h grad_out[t, h] * x[p, h] where p = token_topk_to_pos[t, k] is a row of x, else zero
 
 Args:
-    d_out: [T, H] bf16, f32 or f16.
+    grad_out: [T, H] bf16, f32 or f16.
     x: [N, H] bf16, f32 or f16; it may be absent where the gradient of the weights is not wanted.
     topk_weights: [T, K] f32; ones where absent.
     token_topk_to_pos: [T, K] i32, the rows of a token.
@@ -346,7 +351,7 @@ Args:
     x_sf: [N] f32, a factor for every row of x.
 
 Returns:
-    d_x [N, H] in the dtype of d_out, and d_topk_weights [T, K] f32; each only where it is wanted.
+    d_x [N, H] in the dtype of grad_out, and d_topk_weights [T, K] f32; each only where it is wanted.
 
 Raises:
     TypeError: a dtype is another one.
@@ -362,13 +367,13 @@ Gradient:
 reduce_fused_backward = declare(
     "reduce_fused_backward",
     "moe",
-    f"d_out[T, H]:{X} x?[N, H]:{X} topk_weights?[T, K]:f32 token_topk_to_pos[T, K]:i32 pos_to_token_topk[N]:i32 x_sf?[N]:f32 "
-    "-> d_x?[N, H]:d_out_dtype d_topk_weights?[T, K]:f32",
+    f"grad_out[T, H]:{X} x?[N, H]:{X} topk_weights?[T, K]:f32 token_topk_to_pos[T, K]:i32 pos_to_token_topk[N]:i32 x_sf?[N]:f32 "
+    "-> d_x?[N, H]:grad_out_dtype d_topk_weights?[T, K]:f32",
     [
         Launch(
             gradients,
-            "d_out x topk_weights token_topk_to_pos pos_to_token_topk x_sf -> d_x d_topk_weights",
-            key="K H x_dtype d_out_dtype",
+            "grad_out x topk_weights token_topk_to_pos pos_to_token_topk x_sf -> d_x d_topk_weights",
+            key="K H x_dtype grad_out_dtype",
             pass_configs=EXPLICIT,
         )
     ],
