@@ -1,4 +1,4 @@
-"""The demo in JAX: mHC and FP8 rounding from tk_jax, everything else from jax.numpy."""
+"""The demo in JAX: mHC, experts and FP8 rounding from tk_jax, everything else from jax.numpy."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from model import Config
+from model import Config, Step
 
-from tk_jax import mhc, quant
+from tk_jax import mhc, nn, quant
+from tk_jax.moe import update_expert_bias
 
 Weights = dict[str, Array]
 
@@ -49,18 +50,34 @@ def ffn(config: Config, w: Weights, prefix: str, x: Array) -> Array:
     return product(config, jax.nn.silu(product(config, x, w[f"{prefix}.up"])), w[f"{prefix}.down"]).astype(jnp.bfloat16)
 
 
-def loss_of(config: Config, w: Weights, tokens: Array) -> Array:
-    """Mean cross-entropy of the next byte."""
+def moe(config: Config, w: Weights, prefix: str, x: Array) -> tuple[Array, nn.MoEAux]:
+    x = rms_norm(x, w[f"{prefix}.norm"])
+    params = {name: w[f"{prefix}.moe.{name}"] for name in ("router", "w1", "w2", "bias")}
+    y, aux = nn.moe(params, x, num_topk=config.topk, alpha=config.alpha)
+    return y.astype(jnp.bfloat16), aux
+
+
+def loss_of(config: Config, w: Weights, tokens: Array) -> tuple[Array, tuple[Array, list[Array]]]:
+    """Mean cross-entropy of the next byte, with the balance losses of experts; and without them, and the load of every layer's experts."""
+    routing = []
+
+    def experts(config: Config, w: Weights, prefix: str, x: Array) -> Array:
+        y, aux = moe(config, w, prefix, x)
+        routing.append(aux)
+        return y
+
+    parts = {"attention": attention, "ffn": experts if config.moe else ffn}
     x = (w["embedding"][tokens[:, :-1]] + w["positions"]).astype(jnp.bfloat16)
     residual = mhc.expand_from_embedding(x, config.streams)
     for layer in range(config.layers):
-        for part, function in (("attention", attention), ("ffn", ffn)):
+        for part, function in parts.items():
             prefix = f"layer{layer}.{part}"
             residual = connect(config, w, prefix, residual, lambda h, p=prefix, f=function: f(config, w, p, h))
     fn, scale, base, weight = (w[f"head.mhc.{name}"] for name in ("fn", "scale", "base", "norm_weight"))
     x = mhc.mhc_head(residual, fn, scale, base, norm_weight=weight, mhc_mult=config.streams)
     log_p = jax.nn.log_softmax(rms_norm(x, w["head.norm"]) @ w["head.out"])
-    return -jnp.take_along_axis(log_p, tokens[:, 1:, None], -1).mean()
+    loss = -jnp.take_along_axis(log_p, tokens[:, 1:, None], -1).mean()
+    return loss + sum(aux.loss for aux in routing), (loss, [aux.load for aux in routing])
 
 
 def adam(w: Weights, g: Weights, m: Weights, v: Weights, step: Array, rate: Array) -> tuple[Weights, Weights, Weights]:
@@ -71,17 +88,21 @@ def adam(w: Weights, g: Weights, m: Weights, v: Weights, step: Array, rate: Arra
     return w, m, v
 
 
-def train(config: Config, weights: dict[str, np.ndarray], data: np.ndarray, rates: np.ndarray) -> Iterator[tuple[float, float]]:
-    """Yields (loss, seconds) of every step."""
+def train(config: Config, weights: dict[str, np.ndarray], data: np.ndarray, rates: np.ndarray) -> Iterator[Step]:
+    """Yields the loss, the time and the experts' load of every step."""
 
     @jax.jit
     def update(w: Weights, m: Weights, v: Weights, tokens: Array, step: Array, rate: Array) -> tuple:
-        loss, g = jax.value_and_grad(lambda p: loss_of(config, p, tokens))(w)
-        return loss, *adam(w, g, m, v, step, rate)
+        (_, (loss, loads)), g = jax.value_and_grad(lambda p: loss_of(config, p, tokens), has_aux=True)(w)
+        w, m, v = adam(w, g, m, v, step, rate)
+        for layer, load in enumerate(loads):
+            name = f"layer{layer}.ffn.moe.bias"
+            w = w | {name: update_expert_bias(w[name], load, config.gamma)}
+        return loss, loads, w, m, v
 
     w = jax.tree.map(jnp.asarray, weights)
     m, v = (jax.tree.map(jnp.zeros_like, w) for _ in range(2))
     for step, (tokens, rate) in enumerate(zip(data, rates, strict=True), 1):
         start = time.perf_counter()
-        loss, w, m, v = update(w, m, v, jnp.asarray(tokens), jnp.float32(step), jnp.float32(rate))
-        yield float(loss), time.perf_counter() - start
+        loss, loads, w, m, v = update(w, m, v, jnp.asarray(tokens), jnp.float32(step), jnp.float32(rate))
+        yield Step(float(loss), time.perf_counter() - start, np.stack(loads) if config.moe else None)

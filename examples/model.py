@@ -1,10 +1,11 @@
 """The demo's model and its initial weights, which both frameworks start from."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tk_core.layers import hyper_connection_init, hyper_head_init
+from tk_core.layers import hyper_connection_init, hyper_head_init, moe_init
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,26 @@ class Config:
     vocabulary: int = 256
     # activations that enter a product are rounded to E4M3, 128 channels a scale
     fp8: bool = False
+    # the feed-forward part of every layer is a mixture of experts with as many active parameters
+    moe: bool = False
+    experts: int = 8
+    topk: int = 2
+    # of the load-balance loss, and the step of the ranking bias
+    alpha: float = 0.05
+    gamma: float = 0.01
+
+    @property
+    def intermediate(self) -> int:
+        """Channels of an expert: topk * 3 H F is about the 8 H^2 of the dense part."""
+        return round(8 / 3 * self.hidden / self.topk / 8) * 8
+
+
+class Step(NamedTuple):
+    """What a training step yields; load is (layers, experts), rows that chose an expert, where there are experts."""
+
+    loss: float
+    seconds: float
+    load: Any = None
 
 
 def initial_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
@@ -34,7 +55,7 @@ def initial_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     for layer in range(config.layers):
         shapes = {
             "attention": {"qkv": (h, 3 * h), "out": (h, h)},
-            "ffn": {"up": (h, 4 * h), "down": (4 * h, h)},
+            "ffn": {} if config.moe else {"up": (h, 4 * h), "down": (4 * h, h)},
         }
         for part, matrices in shapes.items():
             prefix = f"layer{layer}.{part}"
@@ -43,6 +64,9 @@ def initial_weights(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
                 weights[f"{prefix}.{name}"] = normal(*shape, std=shape[0] ** -0.5)
             mhc = hyper_connection_init(config.streams, h, seed=int(rng.integers(1 << 30)))
             weights |= {f"{prefix}.mhc.{name}": value for name, value in mhc.items()}
+        if config.moe:
+            moe = moe_init(h, config.intermediate, config.experts, seed=int(rng.integers(1 << 30)))
+            weights |= {f"{prefix}.moe.{name}": value for name, value in moe.items()}
     head = hyper_head_init(config.streams, h, seed=int(rng.integers(1 << 30)))
     weights |= {f"head.mhc.{name}": value for name, value in head.items()}
     weights["head.norm"] = np.ones(h, np.float32)

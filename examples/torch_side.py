@@ -1,4 +1,4 @@
-"""The demo in PyTorch: mHC and FP8 rounding from tk_torch, everything else from torch."""
+"""The demo in PyTorch: mHC, experts and FP8 rounding from tk_torch, everything else from torch."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,20 +6,30 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 import torch.nn.functional as F
-from model import Config
+from model import Config, Step
 from torch import Tensor
 
-from tk_torch import mhc, quant
+from tk_torch import mhc, nn, quant
 
 
 class Model(torch.nn.Module):
-    """Parameters by the names of `initial_weights`, with dots as underscores."""
+    """Parameters by the names of `initial_weights`, with dots as underscores; experts are modules, one a layer."""
 
     def __init__(self, config: Config, weights: dict[str, np.ndarray], device: str):
         super().__init__()
         self.config = config
         for name, value in weights.items():
-            self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(torch.tensor(value, device=device)))
+            if ".moe." not in name:
+                self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(torch.tensor(value, device=device)))
+        self.experts = torch.nn.ModuleDict()
+        for layer in range(config.layers if config.moe else 0):
+            prefix = f"layer{layer}.ffn.moe."
+            state = {name.removeprefix(prefix): torch.tensor(value) for name, value in weights.items() if name.startswith(prefix)}
+            moe = nn.MoE(
+                config.hidden, config.intermediate, config.experts, config.topk, alpha=config.alpha, gamma=config.gamma, device=device
+            )
+            moe.load_state_dict(state)
+            self.experts[f"layer{layer}_ffn"] = moe
 
     def part(self, prefix: str, name: str) -> Tensor:
         return getattr(self, f"{prefix}.{name}".replace(".", "_"))
@@ -50,25 +60,31 @@ class Model(torch.nn.Module):
         x = F.rms_norm(x.float(), x.shape[-1:], self.part(prefix, "norm"), 1e-6)
         return self.product(F.silu(self.product(x, self.part(prefix, "up"))), self.part(prefix, "down")).bfloat16()
 
+    def moe(self, prefix: str, x: Tensor) -> Tensor:
+        x = F.rms_norm(x.float(), x.shape[-1:], self.part(prefix, "norm"), 1e-6)
+        y, aux = self.experts[prefix.replace(".", "_")](x)
+        self.aux.append(aux)
+        return y.bfloat16()
+
     def forward(self, tokens: Tensor) -> Tensor:
-        """Mean cross-entropy of the next byte."""
+        """Mean cross-entropy of the next byte; what the experts' routing was is left in `aux`."""
         config, inputs = self.config, tokens[:, :-1]
+        self.aux = []
+        parts = {"attention": self.attention, "ffn": self.moe if config.moe else self.ffn}
         x = (self.embedding[inputs] + self.positions).bfloat16()
         residual = mhc.expand_from_embedding(x, config.streams)
         for layer in range(config.layers):
-            for part in ("attention", "ffn"):
+            for part, function in parts.items():
                 prefix = f"layer{layer}.{part}"
-                residual = self.connect(prefix, residual, lambda h, p=prefix, f=getattr(self, part): f(p, h))
+                residual = self.connect(prefix, residual, lambda h, p=prefix, f=function: f(p, h))
         fn, scale, base, weight = (self.part("head.mhc", name) for name in ("fn", "scale", "base", "norm_weight"))
         x = mhc.mhc_head(residual, fn, scale, base, norm_weight=weight, mhc_mult=config.streams)
         x = F.rms_norm(x.float(), x.shape[-1:], self.head_norm, 1e-6)
         return F.cross_entropy((x @ self.head_out).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def train(
-    config: Config, weights: dict[str, np.ndarray], data: np.ndarray, rates: np.ndarray, device: str
-) -> Iterator[tuple[float, float]]:
-    """Yields (loss, seconds) of every step."""
+def train(config: Config, weights: dict[str, np.ndarray], data: np.ndarray, rates: np.ndarray, device: str) -> Iterator[Step]:
+    """Yields the loss, the time and the experts' load of every step."""
     model = Model(config, weights, device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.99), eps=1e-8)
     for tokens, rate in zip(data, rates, strict=True):
@@ -76,6 +92,9 @@ def train(
         optimizer.param_groups[0]["lr"] = float(rate)
         loss = model(torch.tensor(tokens, dtype=torch.long, device=device))
         optimizer.zero_grad()
-        loss.backward()
+        (loss + sum(aux.loss for aux in model.aux)).backward()
         optimizer.step()
-        yield loss.item(), time.perf_counter() - start
+        for moe in model.experts.values():
+            moe.update_bias()
+        load = np.stack([aux.load.cpu().numpy() for aux in model.aux]) if config.moe else None
+        yield Step(loss.item(), time.perf_counter() - start, load)

@@ -87,3 +87,46 @@ def test_hip_sources_are_written(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "2 sources in" in done.stdout
     assert any("__global__" in p.read_text() for p in tmp_path.glob("*.hip"))
+
+
+ROUTED = ("topk_gate", "get_fused_mapping", "reduce_fused_backward", "routing_chain")
+
+
+def test_bench_of_routing_writes_what_it_timed(tmp_path):
+    sizes = ("--rows", "40", "--hidden", "128", "--device", "cpu", "--no-host")
+    done = cli("bench", *ROUTED, *sizes, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 cases wrong" in done.stdout
+    about, *rows = map(json.loads, (tmp_path / "bench.jsonl").read_text().splitlines())
+    assert about["meta"]
+    assert {row["op"] for row in rows} == set(ROUTED)
+    assert all(row["rows"] == 40 and row["us"] > 0 and row["bytes"] > 0 for row in rows)
+    (chain,) = (row for row in rows if row["op"] == "routing_chain")
+    assert (chain["valid"], chain["launches"]) == (240, 3)
+    assert len((tmp_path / "bench.csv").read_text().splitlines()) == len(rows) + 1
+    table = (tmp_path / "bench.md").read_text()
+    assert "| operation |  | T | V | N | launches |" in table
+    assert table.count("`get_fused_mapping`") == 1
+
+
+def test_bench_does_not_time_what_is_wrong(tmp_path, monkeypatch, capsys):
+    from tk_core.__main__ import main
+    from tk_core.bench import moe_calls
+
+    topk_gate = moe_calls.oracle.topk_gate
+    monkeypatch.setattr(moe_calls.oracle, "topk_gate", lambda scores, k: topk_gate(-scores, k))
+    sizes = ("--rows", "40", "--device", "cpu", "--no-host")
+    assert main(["bench", "topk_gate", "normalize_weight", *sizes, "--out", str(tmp_path)]) == 1
+    assert "WRONG, not timed: topk_idx differs from the oracle" in capsys.readouterr().out
+    assert [json.loads(line).get("op") for line in (tmp_path / "bench.jsonl").read_text().splitlines()] == [None, "normalize_weight"]
+
+
+def test_bench_has_every_row_of_the_peers_that_is_a_routing_operation():
+    from tk_core.bench import moe, peers
+    from tk_torch import moe as public
+
+    table = peers.load()
+    wanted = [row for row in table.rows if row["op"] in public.__all__]
+    assert len(wanted) == 39
+    assert [row.peer for row in moe.rows(table)] == wanted
+    assert not {row.function for row in moe.own_rows()} - {*public.__all__, "routing_chain"}

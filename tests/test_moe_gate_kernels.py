@@ -2,14 +2,15 @@
 
 import numpy as np
 import pytest
+from moe_device import call, run
 
-import tk_core
-from tk_core.arrays import _run_numpy
 from tk_core.ops.moe.gate import moe_topk_gate, top2_sum_gate
-from tk_core.ops.moe.gate_backward import moe_gate_backward
+from tk_core.ops.moe.gate_backward import moe_topk_gate_backward
 from tk_core.ops.moe.scores_sum import scores_sum
 from tk_core.reference import moe
 from tk_core.reference import moe_gate as oracle
+
+pytestmark = pytest.mark.anywhere
 
 SCORING = oracle.SCORING
 # G, Gk, E, S, K
@@ -22,7 +23,7 @@ ARGS = tuple(moe_topk_gate.forward.ins)
 
 def gate(logits, attrs, op=moe_topk_gate, **arrays):
     """Results by name."""
-    got = tk_core.call(op, logits, *(arrays.get(name) for name in ARGS[1:]), **attrs)
+    got = call(op, logits, *(arrays.get(name) for name in ARGS[1:]), **attrs)
     return dict(zip(op.returns, got, strict=True))
 
 
@@ -234,9 +235,9 @@ def test_scores_sum(T, E, B, masked):
     u = rng.random((T, E), np.float32)
     u[4] = 0
     mask = rng.random(T) < 0.7 if masked else None
-    np.testing.assert_allclose(tk_core.call(scores_sum, u, mask, num_seqs=B), moe.scores_sum(u, mask, B), rtol=1e-5)
+    np.testing.assert_allclose(call(scores_sum, u, mask, num_seqs=B), moe.scores_sum(u, mask, B), rtol=1e-5)
     h = rng.standard_normal((B, E)).astype(np.float32)
-    got = _run_numpy(scores_sum.backward, [h, u, mask], {"num_seqs": B})["d_scores"]
+    got = run(scores_sum.backward, [h, u, mask], {"num_seqs": B})["d_scores"]
     np.testing.assert_allclose(got, moe.scores_sum_bwd(h, u, mask), rtol=1e-5, atol=1e-6)
 
 
@@ -244,9 +245,9 @@ def test_without_rows():
     got = gate(np.zeros((0, 16), np.float32), {"num_topk": 4, "num_seqs": 2})
     assert got["topk_idx"].shape == (0, 4)
     assert (got["scores_sum"] == np.zeros((2, 16))).all()
-    assert (tk_core.call(scores_sum, np.zeros((0, 16), np.float32), None, num_seqs=3) == np.zeros((3, 16))).all()
+    assert (call(scores_sum, np.zeros((0, 16), np.float32), None, num_seqs=3) == np.zeros((3, 16))).all()
     none = np.zeros((0, 4), np.float32)
-    assert tk_core.call(moe_gate_backward, np.zeros((0, 16), np.float32), none.astype(int), none, none, None, None).shape == (0, 16)
+    assert call(moe_topk_gate_backward, np.zeros((0, 16), np.float32), none.astype(int), none, none, None, None).shape == (0, 16)
 
 
 # ------------------------------------------------------------------ gradient
@@ -283,9 +284,8 @@ def test_backward(E, K, scoring, dtype):
     mask = rng.random(T) < 0.7
     for B, m in ((0, None), (1, mask), (4, mask), (2, None)):
         h = rng.standard_normal((B, E)).astype(np.float32) if B else None
-        got = tk_core.call(
-            moe_gate_backward, scores, idx.astype(dtype), weights, g, m if B else None, h, routed_scaling_factor=1.5, scoring_func=scoring
-        )
+        arrays = [scores, idx.astype(dtype), weights, g, m if B else None, h]
+        got = call(moe_topk_gate_backward, *arrays, routed_scaling_factor=1.5, scoring_func=scoring)
         close(got, oracle.moe_topk_gate_backward(scores, idx, weights, g, 1.5, scoring, m if B else None, h))
         if not B:
             assert (got[~((idx >= 0) & (idx < E)).any(axis=1)] == 0).all()
@@ -303,7 +303,7 @@ def test_gate_gradient(scoring):
     h = rng.standard_normal((B, E)).astype(np.float32)
     for dw, dq in ((g, h), (g, None), (None, h)):
         saved = [r["scores"], r["unmapped_topk_idx"], r["topk_weights"], mask]
-        got = _run_numpy(moe_topk_gate.backward, [dw, dq, *saved], attrs)["d_logits"]
+        got = run(moe_topk_gate.backward, [dw, dq, *saved], attrs)["d_logits"]
         slots = None if dw is None else dw[:, :K]
         close(
             got, oracle.moe_topk_gate_backward(r["scores"], r["unmapped_topk_idx"], r["topk_weights"][:, :K], slots, 1.5, scoring, mask, dq)

@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 from moe_arrays import check_mapping, routing, same
+from moe_device import call
 
-import tk_core
 from tk_core.ops.moe.common import MAX_PARTS, parts_of
 from tk_core.ops.moe.counts import aux_fi, group_count, psum_num_tokens_per_expert
 from tk_core.ops.moe.indices import mask_indices_by_tp, unique_group_indices
 from tk_core.ops.moe.mapping import get_fused_mapping, max_num_expanded_tokens
 from tk_core.reference import moe
 from tk_core.reference import moe_mapping as mm
+
+pytestmark = pytest.mark.anywhere
 
 INTS = [np.int64, np.int32]
 
@@ -34,14 +36,14 @@ def wild(shape, high, dtype, seed=0):
 )
 def test_group_count(T, K, G, dtype):
     idx = wild((T, K), G, dtype)
-    counts = tk_core.call(group_count, idx, num_groups=G)
+    counts = call(group_count, idx, num_groups=G)
     same(counts[0], moe.group_count(idx, G))
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3, 70000])
 def test_group_count_of_sequences(num_seqs):
     idx = wild((num_seqs * (1 if num_seqs > 3 else 700), 4), 8, np.int32)
-    counts = tk_core.call(group_count, idx, num_groups=8, num_seqs=num_seqs)
+    counts = call(group_count, idx, num_groups=8, num_seqs=num_seqs)
     same(counts, moe.group_count(idx, 8, num_seqs=num_seqs).reshape(num_seqs, 8))
 
 
@@ -49,7 +51,7 @@ def test_group_count_of_sequences(num_seqs):
 @pytest.mark.parametrize(("T", "K", "E", "aux"), [(0, 6, 9, 6), (1, 1, 1, 1), (4001, 6, 72, 1), (4001, 8, 256, 8), (333, 2, 7, 5)])
 def test_aux_fi(T, K, E, aux, dtype):
     idx = wild((T, K), E, dtype)
-    same(tk_core.call(aux_fi, idx, num_experts=E, num_aux_topk=aux), moe.aux_fi(idx, E, aux))
+    same(call(aux_fi, idx, num_experts=E, num_aux_topk=aux), moe.aux_fi(idx, E, aux))
 
 
 @pytest.mark.parametrize("rows", [None, 300])
@@ -57,9 +59,9 @@ def test_psum(rows):
     idx = routing(500, 4, 12, dtype=np.int32)
     mapping = mm.fused_mapping(idx, 12, 128, rows)
     want = mm.psum_num_tokens_per_expert(idx, mapping.expert_start, mapping.expert_end)
-    same(tk_core.call(psum_num_tokens_per_expert, idx, mapping.expert_start, mapping.expert_end), want)
+    same(call(psum_num_tokens_per_expert, idx, mapping.expert_start, mapping.expert_end), want)
     if rows is None:
-        same(tk_core.call(psum_num_tokens_per_expert, idx, mapping.expert_start, None), want)
+        same(call(psum_num_tokens_per_expert, idx, mapping.expert_start, None), want)
 
 
 def test_parts_share_all_work():
@@ -89,9 +91,9 @@ def test_parts_share_all_work():
 )
 def test_ranges(op, attrs, name):
     with pytest.raises(ValueError, match=name):
-        tk_core.call(op, np.zeros((3, 2), np.int64), **attrs)
+        call(op, np.zeros((3, 2), np.int64), **attrs)
     with pytest.raises(TypeError):
-        tk_core.call(op, np.zeros((3, 2), np.float32), **attrs)
+        call(op, np.zeros((3, 2), np.float32), **attrs)
 
 
 # ------------------------------------------------------------------ rows of indices
@@ -105,9 +107,9 @@ def test_mask_by_tp(n, ep, tp, dtype):
         kept = np.zeros((T, K), int)
         for rank in range(tp):
             want = moe.mask_indices_by_tp(idx, n, ep, rank, tp)
-            same(tk_core.call(mask_indices_by_tp, idx, None, n=n, num_ep_ranks=ep, num_tp_ranks=tp, tp_rank_value=rank), want)
+            same(call(mask_indices_by_tp, idx, None, n=n, num_ep_ranks=ep, num_tp_ranks=tp, tp_rank_value=rank), want)
             in_memory = np.array([rank], np.int32)
-            same(tk_core.call(mask_indices_by_tp, idx, in_memory, n=n, num_ep_ranks=ep, num_tp_ranks=tp), want)
+            same(call(mask_indices_by_tp, idx, in_memory, n=n, num_ep_ranks=ep, num_tp_ranks=tp), want)
             kept += want >= 0
         assert (kept == moe.in_range(idx, n)).all()
 
@@ -116,7 +118,7 @@ def test_mask_by_tp_ranges():
     good = {"n": 8, "num_ep_ranks": 2, "num_tp_ranks": 2, "tp_rank_value": 1}
     for bad in ({"num_ep_ranks": 9}, {"num_ep_ranks": 0}, {"num_tp_ranks": 0}, {"tp_rank_value": 2}, {"tp_rank_value": -1}):
         with pytest.raises(ValueError):
-            tk_core.call(mask_indices_by_tp, np.zeros((3, 2), np.int64), None, **{**good, **bad})
+            call(mask_indices_by_tp, np.zeros((3, 2), np.int64), None, **{**good, **bad})
 
 
 @pytest.mark.parametrize("dtype", INTS)
@@ -125,7 +127,7 @@ def test_unique(groups, dtype):
     for T, K in ((0, 2), (1, 1), (401, 6), (37, 9), (50, 32)):
         idx = wild((T, K), groups, dtype)
         before = idx.copy()
-        same(tk_core.call(unique_group_indices, idx, num_groups=groups), moe.unique_group_indices(idx, groups))
+        same(call(unique_group_indices, idx, num_groups=groups), moe.unique_group_indices(idx, groups))
         same(idx, before)
 
 
@@ -133,7 +135,7 @@ def test_unique(groups, dtype):
 
 
 def mapped(idx, E, A, rows=0, capacity=0):
-    return tk_core.call(get_fused_mapping, idx, num_experts=E, alignment=A, num_expanded_tokens=rows, expert_capacity=capacity)
+    return call(get_fused_mapping, idx, num_experts=E, alignment=A, num_expanded_tokens=rows, expert_capacity=capacity)
 
 
 def compare(got, want):

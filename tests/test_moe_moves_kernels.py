@@ -4,13 +4,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from moe_arrays import normal, routing, same
+from moe_device import call, run
 
-import tk_core
-from tk_core.arrays import _run_numpy
 from tk_core.ops.moe.expand import expand_to_fused, expand_to_fused_with_sf, expand_topk_weights
 from tk_core.ops.moe.reduce import reduce_fused, reduce_fused_backward
 from tk_core.reference import moe_mapping as mm
 from tk_core.reference.quant_formats import sf_storage
+
+pytestmark = pytest.mark.anywhere
 
 BF16, F8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 FLOATS = {"bf16": BF16, "f32": np.dtype(np.float32), "f16": np.dtype(np.float16)}
@@ -35,7 +36,7 @@ def wilder(where, N):
 
 
 def backward(op, *arrays, **attrs):
-    return _run_numpy(op.backward, arrays, attrs)
+    return run(op.backward, arrays, attrs)
 
 
 def padded(x, owners):
@@ -54,8 +55,8 @@ def test_expand(T, K, E, rows):
     m = mapping(T, K, E, rows)
     x = codes((T, 576), BF16)
     want = mm.expand_to_fused(x, m.token_topk_to_pos, m.pos_to_expert)
-    same(tk_core.call(expand_to_fused, x, m.token_topk_to_pos, m.pos_to_expert), want)
-    same(tk_core.call(expand_to_fused, x, wilder(m.token_topk_to_pos, len(want)), m.pos_to_expert), want)
+    same(call(expand_to_fused, x, m.token_topk_to_pos, m.pos_to_expert), want)
+    same(call(expand_to_fused, x, wilder(m.token_topk_to_pos, len(want)), m.pos_to_expert), want)
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32, np.float16, F8, np.int8, np.uint8, np.int32])
@@ -63,9 +64,7 @@ def test_expand(T, K, E, rows):
 def test_expand_any_row(H, dtype):
     m = mapping(40, 3, 5)
     x = codes((40, H), dtype)
-    same(
-        tk_core.call(expand_to_fused, x, m.token_topk_to_pos, m.pos_to_expert), mm.expand_to_fused(x, m.token_topk_to_pos, m.pos_to_expert)
-    )
+    same(call(expand_to_fused, x, m.token_topk_to_pos, m.pos_to_expert), mm.expand_to_fused(x, m.token_topk_to_pos, m.pos_to_expert))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -86,7 +85,7 @@ def test_expand_with_sf(T, K, E, block, sf_dtype, col):
         H = columns * (2 if dtype == np.int8 else 1)
         S = -(-H // block) if sf_dtype != np.int32 else -(-H // (4 * block))
         x, sf = codes((T, columns), dtype), codes((T, S), sf_dtype, 1)
-        got = tk_core.call(expand_to_fused_with_sf, x, sf, m.token_topk_to_pos, m.pos_to_expert, num_per_channels=block, col=col)
+        got = call(expand_to_fused_with_sf, x, sf, m.token_topk_to_pos, m.pos_to_expert, num_per_channels=block, col=col)
         want = mm.expand_to_fused_with_sf((x, sf), block, m.token_topk_to_pos, m.pos_to_expert, col)
         same(got[0], want[0])
         same(got[1], sf_storage(want[1]) if col else want[1])
@@ -95,7 +94,7 @@ def test_expand_with_sf(T, K, E, block, sf_dtype, col):
 def test_expand_with_sf_of_many_scales():
     m = mapping(20, 3, 5)
     x, sf = codes((20, 7168), F8), codes((20, 224), np.float32, 1)
-    got = tk_core.call(expand_to_fused_with_sf, x, sf, m.token_topk_to_pos, m.pos_to_expert, num_per_channels=32)
+    got = call(expand_to_fused_with_sf, x, sf, m.token_topk_to_pos, m.pos_to_expert, num_per_channels=32)
     for a, b in zip(got, mm.expand_to_fused_with_sf((x, sf), 32, m.token_topk_to_pos, m.pos_to_expert), strict=True):
         same(a, b)
 
@@ -105,7 +104,7 @@ def test_expand_weights(T, K, E):
     for rows in (None, 50):
         m = mapping(T, K, E, rows)
         w, owners = normal((T, K)), wilder(m.pos_to_token_topk, T * K)
-        same(tk_core.call(expand_topk_weights, w, m.token_topk_to_pos, owners), mm.expand_topk_weights(w, m.pos_to_token_topk))
+        same(call(expand_topk_weights, w, m.token_topk_to_pos, owners), mm.expand_topk_weights(w, m.pos_to_token_topk))
         d_w_row = padded(normal(m.pos_to_expert.shape), m.pos_to_expert)
         got = backward(expand_topk_weights, d_w_row, wilder(m.token_topk_to_pos, d_w_row.size))["d_topk_weights"]
         same(got, mm.expand_topk_weights_bwd(d_w_row, m.token_topk_to_pos))
@@ -126,9 +125,9 @@ def test_reduce(dtype, weighted, scaled):
             w, x_sf = normal((T, K), 1) if weighted else None, normal((N,), 2) if scaled else None
             pair = (x, x_sf) if scaled else x
             where = wilder(m.token_topk_to_pos, N)
-            same(tk_core.call(reduce_fused, x, w, where, x_sf, None), mm.reduce_fused(pair, w, m.token_topk_to_pos))
+            same(call(reduce_fused, x, w, where, x_sf, None), mm.reduce_fused(pair, w, m.token_topk_to_pos))
             for sf in (None, np.array([-300.0], np.float32)):
-                got = tk_core.call(reduce_fused, x, w, where, x_sf, sf, fp8_format="e4m3")
+                got = call(reduce_fused, x, w, where, x_sf, sf, fp8_format="e4m3")
                 same(got, mm.reduce_fused(pair, w, m.token_topk_to_pos, "e4m3", sf))
 
 
@@ -139,14 +138,14 @@ def test_reduce_any_row(H):
     for dtype in FLOATS.values():
         # more rows than there are assignments: the others are not read
         x = np.concatenate([normal((m.pos_to_expert.size, H)), np.full((100, H), np.nan, np.float32)]).astype(dtype)
-        same(tk_core.call(reduce_fused, x, w, m.token_topk_to_pos, None, None), mm.reduce_fused(x, w, m.token_topk_to_pos))
+        same(call(reduce_fused, x, w, m.token_topk_to_pos, None, None), mm.reduce_fused(x, w, m.token_topk_to_pos))
 
 
 def test_reduce_saturates_and_keeps_nan():
     x = np.array([[1e9, -np.inf, np.nan, 1e-9, 448, 464, -1.0, 0] * 8], np.float32)
     where = np.array([[0], [-1]], np.int32)
     sf = np.array([-1.0], np.float32)
-    same(tk_core.call(reduce_fused, x, None, where, None, sf, fp8_format="e4m3"), mm.reduce_fused(x, None, where, "e4m3", sf))
+    same(call(reduce_fused, x, None, where, None, sf, fp8_format="e4m3"), mm.reduce_fused(x, None, where, "e4m3", sf))
 
 
 def check_gradients(got, want, H, scale):
@@ -169,7 +168,7 @@ def test_reduce_backward(dtype, weighted, scaled):
             want = mm.reduce_fused_backward(d_out, x, w, m.token_topk_to_pos, m.pos_to_token_topk, x_sf)
             scale = np.abs(d_out.astype(np.float32)).max(initial=0) * np.nan_to_num(x.astype(np.float32)).max(initial=0) * 4
             maps = wilder(m.token_topk_to_pos, N), m.pos_to_token_topk
-            got = tk_core.call(reduce_fused_backward, d_out, x, w, *maps, x_sf)
+            got = call(reduce_fused_backward, d_out, x, w, *maps, x_sf)
             check_gradients(dict(zip(reduce_fused_backward.returns, got, strict=True)), want, H, scale)
             check_gradients(backward(reduce_fused, d_out, x, w, maps[0], x_sf), want, H, scale)
 
@@ -178,15 +177,15 @@ def test_reduce_backward_of_another_dtype():
     m = mapping(60, 4, 8)
     x, d_out = normal((m.pos_to_expert.size, 320)), normal((60, 320), 3).astype(BF16)
     want = mm.reduce_fused_backward(d_out, x, None, m.token_topk_to_pos, m.pos_to_token_topk)
-    got = tk_core.call(reduce_fused_backward, d_out, x, None, m.token_topk_to_pos, m.pos_to_token_topk, None)
+    got = call(reduce_fused_backward, d_out, x, None, m.token_topk_to_pos, m.pos_to_token_topk, None)
     check_gradients(dict(zip(reduce_fused_backward.returns, got, strict=True)), want, 320, 20)
 
 
 def test_one_is_the_transpose_of_the_other():
     m = mapping(80, 5, 16, 120)
     x, y = np.round(normal((80, 64)) * 8), np.round(normal((m.pos_to_expert.size, 64)) * 8)
-    expanded = tk_core.call(expand_to_fused, x, m.token_topk_to_pos, m.pos_to_expert)
-    reduced = tk_core.call(reduce_fused, y, None, m.token_topk_to_pos, None, None)
+    expanded = call(expand_to_fused, x, m.token_topk_to_pos, m.pos_to_expert)
+    reduced = call(reduce_fused, y, None, m.token_topk_to_pos, None, None)
     assert (expanded.astype(np.float64) * y).sum() == (x.astype(np.float64) * reduced).sum()
 
 
@@ -196,21 +195,21 @@ def test_arguments_that_do_not_fit():
     x, y = normal((20, 64)), normal((N, 64))
     where = m.token_topk_to_pos
     with pytest.raises(ValueError, match="token_topk_to_pos"):
-        tk_core.call(expand_to_fused, x, where[:-1], m.pos_to_expert)
+        call(expand_to_fused, x, where[:-1], m.pos_to_expert)
     with pytest.raises(TypeError, match="token_topk_to_pos"):
-        tk_core.call(expand_to_fused, x, where.astype(np.int64), m.pos_to_expert)
+        call(expand_to_fused, x, where.astype(np.int64), m.pos_to_expert)
     with pytest.raises(ValueError, match="fp8_format"):
-        tk_core.call(reduce_fused, y, None, where, None, None, fp8_format="e5m2")
+        call(reduce_fused, y, None, where, None, None, fp8_format="e5m2")
     with pytest.raises(ValueError, match="sf"):
-        tk_core.call(reduce_fused, y, None, where, None, np.ones(1, np.float32))
+        call(reduce_fused, y, None, where, None, np.ones(1, np.float32))
     with pytest.raises(ValueError, match="sf"):
-        tk_core.call(reduce_fused, y, None, where, None, np.ones(2, np.float32), fp8_format="e4m3")
+        call(reduce_fused, y, None, where, None, np.ones(2, np.float32), fp8_format="e4m3")
     with pytest.raises(ValueError, match="x_sf"):
-        tk_core.call(reduce_fused, y, None, where, np.ones(N + 1, np.float32), None)
+        call(reduce_fused, y, None, where, np.ones(N + 1, np.float32), None)
     with pytest.raises(ValueError, match="token_topk_to_pos"):
-        tk_core.call(reduce_fused, y, np.ones((20, 3), np.float32), where, None, None)
+        call(reduce_fused, y, np.ones((20, 3), np.float32), where, None, None)
     quantized, sf = codes((20, 64), F8), codes((20, 2), np.float32)
     with pytest.raises(ValueError, match="sf"):
-        tk_core.call(expand_to_fused_with_sf, quantized, sf, where, m.pos_to_expert, num_per_channels=128)
+        call(expand_to_fused_with_sf, quantized, sf, where, m.pos_to_expert, num_per_channels=128)
     with pytest.raises(ValueError, match="num_per_channels"):
-        tk_core.call(expand_to_fused_with_sf, quantized, sf, where, m.pos_to_expert, num_per_channels=64)
+        call(expand_to_fused_with_sf, quantized, sf, where, m.pos_to_expert, num_per_channels=64)

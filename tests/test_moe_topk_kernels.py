@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from moe_device import call, run
 
-import tk_core
-from tk_core.arrays import _run_numpy
 from tk_core.ops.moe.normalize import normalize_weight
 from tk_core.ops.moe.scoring import ScoringFunc
 from tk_core.ops.moe.topk import bitonic, list_length, sorting, topk_gate, topk_sum_and_topk_group_idx
 from tk_core.reference import moe
+
+pytestmark = pytest.mark.anywhere
 
 SHAPES = [
     (72, 6),
@@ -51,7 +52,7 @@ def difficult(shape, seed=0):
 def test_topk(E, K, idx):
     for T in (512, 1):
         scores = difficult((T, E))
-        got = tk_core.call(topk_gate, scores, num_topk=K, idx=idx)
+        got = call(topk_gate, scores, num_topk=K, idx=idx)
         assert got.dtype == idx
         np.testing.assert_array_equal(got, moe.topk_gate(scores, K))
 
@@ -59,14 +60,14 @@ def test_topk(E, K, idx):
 @pytest.mark.parametrize("T", [0, 4001, 8001])
 def test_topk_rows(T):
     scores = difficult((T, 72))
-    got = tk_core.call(topk_gate, scores, num_topk=6)
+    got = call(topk_gate, scores, num_topk=6)
     assert got.shape == (T, 6)
     np.testing.assert_array_equal(got, moe.topk_gate(scores, 6))
 
 
 def test_topk_leading_axes():
     scores = difficult((60, 96)).reshape(3, 20, 96)
-    got = tk_core.call(topk_gate, scores, num_topk=6)
+    got = call(topk_gate, scores, num_topk=6)
     np.testing.assert_array_equal(got.reshape(60, 6), moe.topk_gate(scores.reshape(60, 96), 6))
 
 
@@ -76,7 +77,7 @@ def test_topk_not_a_number():
     bits = scores.view(np.uint32)
     bits[:, ::3] = 0x7FC00000
     bits[:, 1::3] = 0xFFFFFFFF
-    got = np.sort(tk_core.call(topk_gate, scores, num_topk=32), axis=1)
+    got = np.sort(call(topk_gate, scores, num_topk=32), axis=1)
     assert got.min() >= 0
     assert got.max() < 36
     assert (np.diff(got, axis=1) > 0).all()
@@ -85,18 +86,18 @@ def test_topk_not_a_number():
 @pytest.mark.parametrize("K", [0, 33, -1])
 def test_topk_errors(K):
     with pytest.raises(ValueError, match="num_topk"):
-        tk_core.call(topk_gate, np.zeros((4, 33), np.float32), num_topk=K)
+        call(topk_gate, np.zeros((4, 33), np.float32), num_topk=K)
 
 
 def test_topk_types():
     with pytest.raises(ValueError, match="num_topk"):
-        tk_core.call(topk_gate, np.zeros((4, 5), np.float32), num_topk=6)
+        call(topk_gate, np.zeros((4, 5), np.float32), num_topk=6)
     with pytest.raises(ValueError, match="experts"):
-        tk_core.call(topk_gate, np.zeros((4, 10000), np.float32))
+        call(topk_gate, np.zeros((4, 10000), np.float32))
     with pytest.raises(ValueError, match="idx"):
-        tk_core.call(topk_gate, np.zeros((4, 5), np.float32), idx="int8")
+        call(topk_gate, np.zeros((4, 5), np.float32), idx="int8")
     with pytest.raises(TypeError, match="scores"):
-        tk_core.call(topk_gate, np.zeros((4, 5), np.float64))
+        call(topk_gate, np.zeros((4, 5), np.float64))
 
 
 @pytest.mark.parametrize("n", [*range(1, 17), 20, 32])
@@ -139,13 +140,13 @@ def test_lists_are_long_enough():
 def test_groups(G, Eg, num_sum, idx):
     scores = difficult((512, G, Eg))
     for num_groups in {1, min(2, G), min(4, G), G}:
-        got = tk_core.call(topk_sum_and_topk_group_idx, scores, num_topk_sum=num_sum, num_topk_groups=num_groups, idx=idx)
+        got = call(topk_sum_and_topk_group_idx, scores, num_topk_sum=num_sum, num_topk_groups=num_groups, idx=idx)
         assert got.dtype == idx
         np.testing.assert_array_equal(got, moe.topk_sum_and_topk_group_idx(scores, num_sum, num_groups))
 
 
 def test_groups_without_rows():
-    got = tk_core.call(topk_sum_and_topk_group_idx, np.zeros((0, 4, 18), np.float32), num_topk_sum=2, num_topk_groups=2)
+    got = call(topk_sum_and_topk_group_idx, np.zeros((0, 4, 18), np.float32), num_topk_sum=2, num_topk_groups=2)
     assert got.shape == (0, 2)
 
 
@@ -161,7 +162,7 @@ def test_groups_without_rows():
 )
 def test_group_errors(shape, attrs, what):
     with pytest.raises(ValueError, match=what):
-        tk_core.call(topk_sum_and_topk_group_idx, np.zeros(shape, np.float32), **attrs)
+        call(topk_sum_and_topk_group_idx, np.zeros(shape, np.float32), **attrs)
 
 
 # ------------------------------------------------------------------ normalize_weight
@@ -171,7 +172,7 @@ def test_group_errors(shape, attrs, what):
 def test_normalize(K):
     weights = np.random.default_rng(K).random((4001, K), np.float32)
     weights[7] = 0
-    denominator, normalized = tk_core.call(normalize_weight, weights)
+    denominator, normalized = call(normalize_weight, weights)
     want = moe.normalize_weight(weights)
     np.testing.assert_array_equal(denominator, want[0])
     np.testing.assert_array_equal(normalized, want[1])
@@ -183,18 +184,18 @@ def test_normalize(K):
 @pytest.mark.parametrize("K", [1, 6, 8, 9])
 def test_normalize_gradient(K, given):
     rng = np.random.default_rng(K)
-    saved = tk_core.call(normalize_weight, rng.random((301, K), np.float32))
+    saved = call(normalize_weight, rng.random((301, K), np.float32))
     d = [g.astype(np.float32) if there else None for g, there in zip((rng.normal(size=301), rng.normal(size=(301, K))), given, strict=True)]
-    got = _run_numpy(normalize_weight.backward, [*d, *saved], {})["d_topk_weights"]
+    got = run(normalize_weight.backward, [*d, *saved], {})["d_topk_weights"]
     np.testing.assert_allclose(got, moe.normalize_weight_bwd(*d, *saved), rtol=1e-5, atol=1e-6)
 
 
 def test_normalize_edges():
-    denominator, normalized = tk_core.call(normalize_weight, np.zeros((0, 6), np.float32))
+    denominator, normalized = call(normalize_weight, np.zeros((0, 6), np.float32))
     assert denominator.shape == (0,)
     assert normalized.shape == (0, 6)
     with pytest.raises(ValueError, match="topk_weights"):
-        tk_core.call(normalize_weight, np.zeros((4, 33), np.float32))
+        call(normalize_weight, np.zeros((4, 33), np.float32))
 
 
 # ------------------------------------------------------------------ names of scoring functions

@@ -80,6 +80,36 @@ class Dialect:
         """A barrier of the block."""
         return None if self.cpu else T.sync_threads()
 
+    # ---- clusters: blocks that read each other's shared memory
+
+    @property
+    def cluster(self) -> int:
+        """The most blocks that a kernel of one cluster has; 1 where there are no clusters."""
+        return 16 if self.sm >= 90 else 1
+
+    def ClusterKernel(self, *blocks: Any, **options: Any) -> Any:
+        """A kernel whose first axis of blocks is one cluster."""
+        prelude = options.pop("prelude", "")
+        if self.cluster == 1:
+            return T.Kernel(*blocks, prelude=prelude or None, **options)
+        return T.ClusterKernel(*blocks, cluster_dims=(self.cluster, 1, 1), prelude=prelude + _REMOTE, **options)
+
+    def sync_cluster(self) -> Any:
+        """A barrier of the cluster: what its blocks wrote before, to shared or to global memory, all of them see."""
+        return self.sync_threads() if self.cluster == 1 else T.cluster_sync()
+
+    def leave_cluster(self) -> Any:
+        """A barrier behind the last read of another block's shared memory: none of them ends before. It orders no memory."""
+        if self.cluster == 1:
+            return None
+        return T.evaluate(T.call_extern("int32", "tk_leave"))
+
+    def remote(self, element: Any, rank: Any) -> Any:
+        """An int32 of the shared memory of the block with that rank in the cluster, at the place of `element` in this one."""
+        if self.cluster == 1:
+            return element
+        return T.call_extern("int32", "tk_remote", T.address_of(element), rank)
+
     # ---- conversions: `dtype` is always the logical one
 
     def to_f32(self, x: Any, dtype: str) -> Any:
@@ -142,6 +172,21 @@ class Dialect:
         outer, n = [int(e) for e in a.shape[:-1]], int(a.shape[-1])
         lanes = next(k for k in (_LANES, 8, 4, 2, 1) if n % k == 0)
         return _c_sum(a, out, outer or [1], n, lanes)
+
+
+_REMOTE = """
+static __device__ __forceinline__ int tk_remote(const void* own, int rank) {
+  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(own));
+  int value;
+  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.s32 %0, [there]; }"
+               : "=r"(value) : "r"(address), "r"(rank) : "memory");
+  return value;
+}
+static __device__ __forceinline__ int tk_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+  return 0;
+}
+"""
 
 
 @T.macro

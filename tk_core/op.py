@@ -89,7 +89,7 @@ def evaluate(expression: str, env: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One kernel of a rule: `build(P, **static)` makes its function, `"x w -> y; eps"` orders its parameters.
+    """One kernel of a rule: `build(P, **static)` makes its function, `"x w -> y; eps"` orders its parameters; `when` names a condition.
 
     `key` names the sizes, attributes and dtypes that are compiled in; a dtype that varies must be among them. A builder with a
     parameter `has` is told which optional arguments and which results there are; a result with a plus sign there is to be added to
@@ -102,6 +102,7 @@ class Launch:
     name: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     pass_configs: Mapping[str, Any] = field(default_factory=dict)
+    when: str = ""
 
     @functools.cached_property
     def split(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
@@ -253,7 +254,7 @@ class Rule:
         needed, launches = set(wanted), []
         for launch in reversed(self.launches):
             reads, writes, _ = launch.split
-            if needed.intersection(writes):
+            if needed.intersection(writes) and (not launch.when or env[launch.when]):
                 launches.append(launch)
                 needed.update(name for name in reads if name in self.work)
         return launches[::-1]

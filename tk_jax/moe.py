@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from tk_core import config
@@ -23,8 +24,7 @@ from tk_core.errors import type_error, value_error
 from tk_core.ops.moe import calls, counts, docs, expand, gate, gate_backward, indices, mapping, normalize, reduce, topk
 from tk_core.ops.moe import scores_sum as sums
 from tk_core.ops.moe.balance import load_balance_loss, update_expert_bias
-from tk_core.ops.moe.calls import FusedMapping, GateOutput
-from tk_core.ops.moe.mapping import max_num_expanded_tokens
+from tk_core.ops.moe.calls import FusedMapping, GateOutput, max_num_expanded_tokens
 from tk_jax.vjp import bind, refuse_gradient
 
 __all__ = [
@@ -86,9 +86,13 @@ def _judge(judge: Callable[..., None], *values: Any) -> None:
         judge(*values)
 
 
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Array | np.ndarray)
+
+
 def _judge_indices(op: str, argument: str, index: Any, limit: int, what: str) -> None:
     """Debug mode: no index beyond its range."""
-    if config.get_debug() and isinstance(index, Array) and index.size:
+    if config.get_debug() and _is_array(index) and index.size:
         _judge(functools.partial(calls.judge_largest, op, argument, limit, what), index.max())
 
 
@@ -98,7 +102,7 @@ def _judge_indices(op: str, argument: str, index: Any, limit: int, what: str) ->
 @documented(topk.topk_gate)
 def topk_gate(scores: Array, num_topk: int) -> Array:
     calls.rank("topk_gate", "scores", scores, "T, E")
-    if config.get_debug() and isinstance(scores, Array):
+    if config.get_debug() and _is_array(scores):
         _judge(functools.partial(calls.judge_finite, "topk_gate", "scores"), jnp.isnan(scores).sum())
     return _topk_gate(scores, num_topk=num_topk, idx="int32")
 
@@ -115,10 +119,10 @@ def normalize_weight(topk_weights: Array) -> tuple[Array, Array]:
     return _normalize_weight(topk_weights)
 
 
-def _rank(op: str, argument: str, rank: Any) -> tuple[Array | None, int]:
+def _rank(op: str, argument: str, rank: Any, most: int = calls.MOST) -> tuple[Array | None, int]:
     """A rank as an operand, or as an attribute."""
     if isinstance(rank, int) and not isinstance(rank, bool):
-        return None, rank
+        return None, calls.number(op, argument, rank, 0, most)
     if getattr(rank, "shape", None) != () or not jnp.issubdtype(rank.dtype, jnp.integer):
         raise type_error(op, argument, "an int or an integer scalar", f"{rank!r} of type {type(rank).__name__}")
     return jnp.asarray(rank, jnp.int32).reshape(1), 0
@@ -129,7 +133,7 @@ def mask_indices_by_tp(indices: Array, n: int, num_ep_ranks: int, tp_rank: Rank,
     op = "mask_indices_by_tp"
     calls.rank(op, "indices", indices, "T, K")
     _judge_indices(op, "indices", indices, n, "experts")
-    operand, value = _rank(op, "tp_rank", tp_rank)
+    operand, value = _rank(op, "tp_rank", tp_rank, calls.number(op, "num_tp_ranks", num_tp_ranks, 1) - 1)
     return _mask_by_tp(indices, operand, n=n, num_ep_ranks=num_ep_ranks, num_tp_ranks=num_tp_ranks, tp_rank_value=value)
 
 
@@ -144,7 +148,7 @@ _GATES = {
 def _gate(op: str, arrays: tuple[Any, ...], attrs: dict[str, Any], ep_rank: Rank, tp_rank: Rank) -> GateOutput:
     """Run a gate on the arguments of its declaration up to logical_count."""
     ep, ep_value = _rank(op, "ep_rank", ep_rank)
-    tp, tp_value = _rank(op, "tp_rank", tp_rank)
+    tp, tp_value = _rank(op, "tp_rank", tp_rank, attrs.get("num_tp_ranks", 1) - 1)
     if config.get_debug():
         _judge_gate(op, *arrays)
     bound = _GATES[op, int(attrs["num_seqs"] > 0)]
@@ -155,15 +159,15 @@ def _gate(op: str, arrays: tuple[Any, ...], attrs: dict[str, Any], ep_rank: Rank
 def _judge_gate(op: str, *arrays: Any) -> None:
     """Debug mode: finite logits in rows that take part, experts and replicas that exist."""
     logits, _, _, _, mask, _, fix, fixed, table, count = arrays
-    if not isinstance(logits, Array) or logits.ndim != 2 or not logits.size:
+    if not _is_array(logits) or logits.ndim != 2 or not logits.size:
         return
     wrong = ~jnp.isfinite(logits).all(1)
-    if isinstance(mask, Array) and mask.shape == wrong.shape:
+    if _is_array(mask) and mask.shape == wrong.shape:
         wrong = wrong & mask
     _judge(functools.partial(calls.judge_finite, op, "logits"), wrong.sum())
-    if isinstance(fixed, Array) and isinstance(fix, Array) and fix.shape == fixed.shape[:1] and fixed.size:
+    if _is_array(fixed) and _is_array(fix) and fix.shape == fixed.shape[:1] and fixed.size:
         _judge_indices(op, "fixed_topk_idx", jnp.where(fix[:, None], fixed, -1), logits.shape[1], "experts")
-    if isinstance(count, Array) and isinstance(table, Array) and table.ndim == 2 and count.size:
+    if _is_array(count) and _is_array(table) and table.ndim == 2 and count.size:
         _judge(functools.partial(calls.judge_counts, op, "logical_count", table.shape[1]), count.min(), count.max())
         _judge_indices(op, "to_physical_map", table, logits.shape[1] + table.shape[1] - 1, "physical experts")
 
@@ -247,8 +251,9 @@ def moe_topk_gate_backward(
     grad_scores_sum: Array | None = None,
 ) -> Array:
     op = "moe_topk_gate_backward"
-    calls.mask_with_sums(op, mask, grad_scores_sum)
-    _judge_indices(op, "topk_idx", topk_idx, getattr(scores, "shape", (0,))[-1], "experts")
+    calls.rank(op, "scores", scores, "T, E")
+    calls.mask_with_sums(op, mask, grad_scores_sum, scores)
+    _judge_indices(op, "topk_idx", topk_idx, getattr(scores, "shape", (0, 0))[1], "experts")
     arrays = (scores, topk_idx, topk_weights, grad_topk_weights, mask, grad_scores_sum)
     return _gate_backward(*arrays, routed_scaling_factor=routed_scaling_factor, scoring_func=calls.scoring(op, scoring_func))
 
@@ -263,14 +268,14 @@ def scores_sum(scores: Array, mask: Array | None = None, num_seqs: int = 1) -> A
 
 @documented(counts.group_count, "The result is [num_groups] where num_seqs is 1.")
 def group_count(group_idx: Array, num_groups: int, *, num_seqs: int = 1) -> Array:
-    calls.rank("group_count", "group_idx", group_idx, "T, K")
+    calls.slots("group_count", "group_idx", group_idx)
     found = _group_count(group_idx, num_groups=num_groups, num_seqs=num_seqs)
     return found.reshape(-1) if num_seqs == 1 else found
 
 
 @documented(counts.aux_fi)
 def aux_fi(topk_idx: Array, num_experts: int, num_aux_topk: int) -> Array:
-    calls.rank("aux_fi", "topk_idx", topk_idx, "T, K")
+    calls.slots("aux_fi", "topk_idx", topk_idx)
     _judge_indices("aux_fi", "topk_idx", topk_idx, num_experts, "experts")
     return _aux_fi(topk_idx, num_experts=num_experts, num_aux_topk=num_aux_topk)
 
@@ -317,7 +322,7 @@ def fused_mapping(
 
 @documented(counts.psum_num_tokens_per_expert)
 def psum_num_tokens_per_expert(topk_idx: Array, expert_start: Array, expert_end: Array | None = None) -> Array:
-    calls.rank("psum_num_tokens_per_expert", "topk_idx", topk_idx, "T, K")
+    calls.slots("psum_num_tokens_per_expert", "topk_idx", topk_idx)
     return _psum(topk_idx, expert_start, expert_end)
 
 

@@ -28,7 +28,7 @@ _MAX_PLANS = 4096
 class _TorchPlan:
     """A plan with torch's names: what `Runner.run` needs, and nothing to look up."""
 
-    __slots__ = ("allocate", "cuda", "device", "flat", "names", "rest", "results", "steps", "zeros")
+    __slots__ = ("allocate", "cuda", "device", "flat", "given", "names", "rest", "results", "steps", "zeros")
 
     def __init__(self, plan: Plan, device: torch.device, wanted: frozenset[str]) -> None:
         slots = {name: i for i, name in enumerate(plan.rule.slots)}
@@ -41,6 +41,8 @@ class _TorchPlan:
         self.flat = plan.flat
         self.steps = tuple((step.kernel, step.gather, step.scalars) for step in plan.steps)
         self.names = tuple(step.names for step in plan.steps)
+        # results that callers provided, as they have been judged
+        self.given: set[tuple] = set()
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -190,12 +192,15 @@ class Runner:
         for name, t in zip(rule.accumulates, tensors[self.num_ins :], strict=False):
             if t is not None:
                 _judge_layout(rule, f"acc_{name}", t)
-        if given:
+        known = tuple((name, t.shape, t.dtype, t.device) for name, t in given.items())
+        if given and known not in plan.given:
             env = rule.bind(types_of(tensors), dict(zip(rule.attrs, values, strict=True)))
+            for name, t in given.items():
+                rule.judge_written(name, name, (t.shape, DTYPE_NAMES[t.dtype], t.device), env)
+                if t.device != plan.device:
+                    raise value_error(rule.name, name, f"device {plan.device}", t.device)
+            plan.given.add(known)
         for name, t in given.items():
-            rule.judge_written(name, name, (t.shape, DTYPE_NAMES[t.dtype], t.device), env)
-            if t.device != plan.device:
-                raise value_error(rule.name, name, f"device {plan.device}", t.device)
             _judge_layout(rule, name, t, name in rule.strided)
             memory[rule.slots.index(name)] = t
 

@@ -6,6 +6,7 @@ to judge indices and scores; otherwise what is out of range counts as none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ from tk_core.errors import type_error, value_error
 from tk_core.ops.moe import calls, counts, docs, expand, gate, gate_backward, indices, mapping, normalize, reduce, topk
 from tk_core.ops.moe import scores_sum as sums
 from tk_core.ops.moe.balance import load_balance_loss, update_expert_bias
-from tk_core.ops.moe.calls import FusedMapping, GateOutput
-from tk_core.ops.moe.mapping import max_num_expanded_tokens
+from tk_core.ops.moe.calls import FusedMapping, GateOutput, max_num_expanded_tokens
 from tk_core.ops.moe.scoring import ScoringFunc
 from tk_torch.launch import DTYPE_NAMES
 from tk_torch.library import TorchOp, bind, is_plain
@@ -118,7 +118,7 @@ def mask_indices_by_tp(indices: Tensor, n: int, num_ep_ranks: int, tp_rank: int,
     op = "mask_indices_by_tp"
     calls.rank(op, "indices", indices, "T, K")
     _judge_indices(op, "indices", indices, n, "experts")
-    rank = calls.integer(op, "tp_rank", tp_rank)
+    rank = calls.tp_rank(op, tp_rank, num_tp_ranks)
     return _mask_by_tp(indices, None, n=n, num_ep_ranks=num_ep_ranks, num_tp_ranks=num_tp_ranks, tp_rank_value=rank)
 
 
@@ -141,7 +141,7 @@ def _gate(
             raise type_error(op, "out", "a pair (topk_idx, topk_weights)", type(out).__name__)
         given |= {"topk_idx": out[0], "topk_weights": out[1]}
     given = {name: t for name, t in given.items() if t is not None}
-    _judge_buffers(op, given)
+    _judge_buffers(op, given, logits, attrs)
     if fix_routing_mask is not None and unmapped_topk_idx is None:
         raise value_error(op, "unmapped_topk_idx", "an array, from which rows of fix_routing_mask are read", "None")
     fixed = unmapped_topk_idx if fix_routing_mask is not None else None
@@ -149,7 +149,7 @@ def _gate(
     if _debugging(*arguments):
         _judge_gate(op, attrs, *arguments)
     # rows apart, which the kernel does not write
-    apart = given.pop("unmapped_topk_idx") if unmapped_topk_idx is not None and not unmapped_topk_idx.is_contiguous() else None
+    apart = given.pop("unmapped_topk_idx") if unmapped_topk_idx is not None and not _is_dense(unmapped_topk_idx) else None
     if out is not None and torch.is_grad_enabled() and isinstance(logits, Tensor) and logits.requires_grad:
         raise RuntimeError(f"{op}: the gradient is not implemented with out=")
     wanted = ["topk_idx", "topk_weights", *given]
@@ -157,7 +157,7 @@ def _gate(
         wanted += ["unmapped_topk_idx", "scores_sum"]
     if apart is not None:
         wanted.append("unmapped_topk_idx")
-    if not is_plain(arguments) or (torch.is_grad_enabled() and isinstance(logits, Tensor) and logits.requires_grad):
+    if _is_compiling() or not is_plain(arguments) or (torch.is_grad_enabled() and isinstance(logits, Tensor) and logits.requires_grad):
         wanted += ["unmapped_topk_idx", "scores", "scores_sum"]  # what the gradient needs
     idx, weights, unmapped, _, total = bound.some(wanted, *arguments, given=given, **attrs)
     if apart is not None:
@@ -169,21 +169,40 @@ def _gate(
     )
 
 
-def _judge_buffers(op: str, given: dict[str, Any]) -> None:
-    """Arguments that are written: arrays, rows dense; shapes and dtypes are judged with the rest."""
+def _is_dense(t: Any) -> bool:
+    """Whether kernels can write to it."""
+    return not isinstance(t, Tensor) or (t.is_contiguous() and (_is_compiling() or not is_plain((t,)) or not t.data_ptr() & 15))
+
+
+def _judge_buffers(op: str, given: dict[str, Any], logits: Any, attrs: dict[str, Any]) -> None:
+    """What a gate writes to, of the shape that the logits and the attributes tell; rows of unmapped_topk_idx may lie apart."""
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or not isinstance(attrs["num_topk"], int):
+        return  # judged later
+    rows, slots = logits.shape[0], attrs["num_topk"]
+    columns = slots + attrs["num_shared_experts"]
+    shapes = {"unmapped_topk_idx": (rows, slots), "scores": logits.shape, "topk_idx": (rows, columns), "topk_weights": (rows, columns)}
     for name, t in given.items():
         argument = {"topk_idx": "out[0]", "topk_weights": "out[1]"}.get(name, name)
-        if not isinstance(t, Tensor):
-            raise type_error(op, argument, "an array to write to", type(t).__name__)
         dtype = torch.int64 if name.endswith("idx") else torch.float32
-        if t.dtype is not dtype:
-            raise type_error(op, argument, f"dtype {DTYPE_NAMES[dtype]}", DTYPE_NAMES[t.dtype])
-        if t.ndim != 2:
-            raise value_error(op, argument, "two axes", tuple(t.shape))
-        dense = t.stride(1) == 1 or t.shape[1] == 1 if name == "unmapped_topk_idx" else t.is_contiguous()
-        if not dense and t.numel():
-            raise value_error(op, argument, "dense rows to write to" if name == "unmapped_topk_idx" else "a contiguous array to write to",
-                              f"strides {t.stride()}")  # fmt: skip
+        _judge_written(op, argument, t, (dtype,), shapes[name], logits, name == "unmapped_topk_idx")
+
+
+def _judge_written(
+    op: str, argument: str, t: Any, dtypes: tuple[torch.dtype, ...], shape: Sequence[int], like: Tensor, apart: bool = False
+) -> None:
+    """An argument that is written; `apart`: its rows may lie apart."""
+    if not isinstance(t, Tensor):
+        raise type_error(op, argument, "an array to write to", type(t).__name__)
+    if t.dtype not in dtypes:
+        raise type_error(op, argument, f"dtype {' or '.join(DTYPE_NAMES[dtype] for dtype in dtypes)}", DTYPE_NAMES[t.dtype])
+    if tuple(t.shape) != tuple(shape):
+        raise value_error(op, argument, f"shape {tuple(shape)}", tuple(t.shape))
+    if t.device != like.device:
+        raise value_error(op, argument, f"device {like.device}", t.device)
+    rows, columns = shape
+    dense = (t.stride(1) == 1 or columns == 1) and (t.stride(0) >= columns or rows == 1) if apart else t.is_contiguous()
+    if not dense and t.numel():
+        raise value_error(op, argument, "dense rows to write to" if apart else "a contiguous array to write to", f"strides {t.stride()}")
 
 
 def _judge_gate(op: str, attrs: dict[str, Any], *arguments: Any) -> None:
@@ -242,7 +261,7 @@ def top2_sum_gate(
         op, num_topk, use_shared_as_routed, num_shared_experts, routed_scaling_factor, scoring_func, num_seqs, "int64"
     )
     attrs |= calls.group_attributes(op, num_topk_groups, num_groups, num_ep_ranks, num_tp_ranks)
-    attrs |= {"ep_rank_value": calls.integer(op, "ep_rank", ep_rank), "tp_rank_value": calls.integer(op, "tp_rank", tp_rank)}
+    attrs |= {"ep_rank_value": calls.number(op, "ep_rank", ep_rank, 0), "tp_rank_value": calls.tp_rank(op, tp_rank, num_tp_ranks)}
     tensors = (logits, bias, None, None, mask, None, fix_routing_mask, to_physical_map, logical_count)
     return _gate(_top2_sum_gate, tensors, attrs, unmapped_topk_idx, scores)
 
@@ -274,7 +293,7 @@ def moe_topk_gate(
     attrs = calls.gate_attributes(
         op, num_topk, use_shared_as_routed, num_shared_experts, routed_scaling_factor, scoring_func, num_seqs, "int64"
     )
-    attrs["ep_rank_value"] = calls.integer(op, "ep_rank", ep_rank)
+    attrs["ep_rank_value"] = calls.number(op, "ep_rank", ep_rank, 0)
     tensors = (logits, bias, image_bias, image_token_mask, mask, force_random, fix_routing_mask, to_physical_map, logical_count)
     return _gate(_moe_topk_gate, tensors, attrs, unmapped_topk_idx, scores, out)
 
@@ -295,8 +314,11 @@ def moe_topk_gate_backward(
     out: Tensor | None = None,
 ) -> Tensor:
     op = "moe_topk_gate_backward"
-    calls.mask_with_sums(op, mask, grad_scores_sum)
-    _judge_indices(op, "topk_idx", topk_idx, scores.shape[-1] if isinstance(scores, Tensor) and scores.ndim else 0, "experts")
+    calls.rank(op, "scores", scores, "T, E")
+    calls.mask_with_sums(op, mask, grad_scores_sum, scores)
+    _judge_indices(op, "topk_idx", topk_idx, scores.shape[1] if isinstance(scores, Tensor) else 0, "experts")
+    if out is not None and isinstance(scores, Tensor):
+        _judge_written(op, "out", out, (torch.float32,), scores.shape, scores)
     return _gate_backward(
         scores, topk_idx, topk_weights, grad_topk_weights, mask, grad_scores_sum,
         out=None if out is None else {"grad_logits": out},
@@ -314,14 +336,14 @@ def scores_sum(scores: Tensor, mask: Tensor | None = None, num_seqs: int = 1) ->
 
 @documented(counts.group_count, "The result is [num_groups] where num_seqs is 1.")
 def group_count(group_idx: Tensor, num_groups: int, *, num_seqs: int = 1) -> Tensor:
-    calls.rank("group_count", "group_idx", group_idx, "T, K")
+    calls.slots("group_count", "group_idx", group_idx)
     found = _group_count(group_idx, num_groups=num_groups, num_seqs=num_seqs)
     return found.view(-1) if num_seqs == 1 else found
 
 
 @documented(counts.aux_fi)
 def aux_fi(topk_idx: Tensor, num_experts: int, num_aux_topk: int) -> Tensor:
-    calls.rank("aux_fi", "topk_idx", topk_idx, "T, K")
+    calls.slots("aux_fi", "topk_idx", topk_idx)
     _judge_indices("aux_fi", "topk_idx", topk_idx, num_experts, "experts")
     return _aux_fi(topk_idx, num_experts=num_experts, num_aux_topk=num_aux_topk)
 
@@ -334,7 +356,9 @@ def unique_group_indices(group_indices: Tensor, num_groups: int) -> Tensor:
 
 @documented(indices.inplace_unique_group_indices, "The argument is changed, and nothing is returned.")
 def inplace_unique_group_indices(group_indices: Tensor, num_groups: int) -> None:
-    calls.rank("inplace_unique_group_indices", "group_indices", group_indices, "T, K")
+    op = "inplace_unique_group_indices"
+    calls.rank(op, "group_indices", group_indices, "T, K")
+    _judge_written(op, "group_indices", group_indices, (torch.int64, torch.int32), getattr(group_indices, "shape", ()), group_indices)
     _unique_in_place(group_indices, num_groups=num_groups, out={"out": group_indices})
 
 
@@ -358,7 +382,7 @@ def get_fused_mapping(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[int]]:
     op = "get_fused_mapping"
     rows = calls.integer(op, "num_expanded_tokens", num_expanded_tokens)
-    synchronize = rows == 0 and not calls.flag(op, "force_no_sync", force_no_sync)
+    synchronize = not calls.flag(op, "force_no_sync", force_no_sync) and rows == 0
     attrs = calls.mapping_attributes(op, topk_idx, num_experts, alignment, None if synchronize else rows)
     maps = _mapping(_get_fused_mapping, topk_idx, attrs)[:7]
     if not synchronize:
@@ -382,7 +406,7 @@ def fused_mapping(
 
 @documented(counts.psum_num_tokens_per_expert)
 def psum_num_tokens_per_expert(topk_idx: Tensor, expert_start: Tensor, expert_end: Tensor | None = None) -> Tensor:
-    calls.rank("psum_num_tokens_per_expert", "topk_idx", topk_idx, "T, K")
+    calls.slots("psum_num_tokens_per_expert", "topk_idx", topk_idx)
     return _psum(topk_idx, expert_start, expert_end)
 
 

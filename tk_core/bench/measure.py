@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from tk_core import registry
-from tk_core.bench import eager, quant, timers
+from tk_core.bench import eager, moe, quant, timers
 from tk_core.bench.cases import CASES, inputs
+from tk_core.bench.moe_inputs import Source
 from tk_core.bench.run import Entry
 from tk_core.dtypes import numpy_dtype
+from tk_core.kernels import stats
 from tk_core.op import evaluate
 from tk_core.reference import oracles
 from tk_torch.library import TorchOp, bind
@@ -168,11 +170,27 @@ class Runner:
         count = quant.least_bytes(row, given[1])
         sets = [given, *(quant.inputs(row, 10 + i, self.device) for i in range(1, 1 if self.device == "cpu" else 3))]
         calls = [lambda x=x, named=named: quant.call(row, x, named) for x, named in sets]
-        timer = timers.wall_us if self.device == "cpu" else timers.kernel_us if row.timer == "kernel" else timers.event_us
+        return about | self._timed(calls, count, row.timer)
+
+    def moe(self, row: moe.Row) -> dict[str, Any]:
+        """The row of a routing operation, or what is wrong with it as `error`: verified, then timed by the timer of its peer."""
+        about: dict[str, Any] = {"area": "moe", "op": row.function, "direction": row.direction, "variant": row.variant}
+        about |= {"rows": row.args["T"], "hidden": row.args.get("H")}
+        made = [row.make(Source(10 + i, self.device), **row.args) for i in range(1 if self.device == "cpu" else 2)]
+        before = sum(stats()["launches"].values())
+        results = made[0].run()
+        about |= {"valid": made[0].valid, "expanded": made[0].expanded, "launches": sum(stats()["launches"].values()) - before}
+        wrong = made[0].check(results)
+        del results
+        return about | ({"error": wrong} if wrong else self._timed([call.run for call in made], made[0].bytes, row.timer))
+
+    def _timed(self, calls: timers.Calls, count: int, name: str) -> dict[str, Any]:
+        """Time of the calls by a named timer, on the CPU the wall clock, and bandwidth beside a copy of as many bytes."""
+        timer = timers.wall_us if self.device == "cpu" else timers.kernel_us if name == "kernel" else timers.event_us
         us, copy = timer(calls), self._copy_gbps(count, timer)
         gbps = count / us / 1e3
-        return about | {
-            "bytes": count, "timer": "wall" if self.device == "cpu" else row.timer, "us": round(us, 2), "gbps": round(gbps),
+        return {
+            "bytes": count, "timer": "wall" if self.device == "cpu" else name, "us": round(us, 2), "gbps": round(gbps),
             "copy_gbps": round(copy), "of_copy": round(gbps / copy, 4),
         }  # fmt: skip
 

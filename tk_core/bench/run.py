@@ -15,7 +15,10 @@ from tk_core import registry
 from tk_core.bench import peers
 from tk_core.bench.cases import CASES, Case
 
-COLUMNS = "op direction variant rows hidden us kernel_us bytes gbps copy_gbps of_copy peer peer_us ratio eager_us peak_mb".split()  # noqa: SIM905
+COLUMNS = (  # noqa: SIM905
+    "op direction variant rows hidden valid expanded launches timer us kernel_us bytes gbps copy_gbps of_copy peer peer_us ratio eager_us "
+    "peak_mb"
+).split()
 
 
 class Entry(NamedTuple):
@@ -88,14 +91,19 @@ def main(args: argparse.Namespace) -> int:
             row |= {"peer": peer["peer"], "peer_us": peer["time_us"], "ratio": round(peer["time_us"] / row["us"], 3)}
         results.append(row)
         print(line(row), flush=True)
-    for cast in measure.quant.all_rows(table, args.ops, args.rows, args.hidden) if device == "cuda" or args.ops else ():
-        row = runner.quant(cast)
+    public: list[Any] = []
+    if device == "cuda" or args.ops:
+        public += ((runner.quant, row) for row in measure.quant.all_rows(table, args.ops, args.rows, args.hidden))
+        sizes = (args.rows, args.hidden) if device == "cuda" else (rows, hidden)
+        public += ((runner.moe, row) for row in measure.moe.all_rows(table, args.ops, *sizes))
+    for run, asked in public:
+        row = run(asked)
         if "error" in row:
             red += 1
-            print(f"{row['op']} {row['variant']} {row['rows']} x {row['hidden']}: WRONG, not timed: {row['error']}", flush=True)
+            print(f"{row['op']} {row['variant']} {extent(row)}: WRONG, not timed: {row['error']}", flush=True)
             continue
-        if cast.peer is not None and device == "cuda":
-            row |= {"peer": cast.peer["peer"], "peer_us": cast.peer["time_us"], "ratio": round(cast.peer["time_us"] / row["us"], 3)}
+        if asked.peer is not None and device == "cuda":
+            row |= {"peer": asked.peer["peer"], "peer_us": asked.peer["time_us"], "ratio": round(asked.peer["time_us"] / row["us"], 3)}
         results.append(row)
         print(line(row), flush=True)
     host = [] if args.no_host else runner.host()
@@ -106,9 +114,16 @@ def main(args: argparse.Namespace) -> int:
     return 1 if red else 0
 
 
+def extent(row: dict[str, Any]) -> str:
+    """Rows and columns; of routing operations tokens, assignments and rows of the expert-major buffer."""
+    if row.get("area") != "moe":
+        return f"{row['rows']:6} x {row['hidden']:5}"
+    return " ".join(f"{k}={row[name]}" for k, name in (("T", "rows"), ("V", "valid"), ("N", "expanded")) if row.get(name) is not None)
+
+
 def line(row: dict[str, Any]) -> str:
     """A row as people read it."""
-    name = f"{row['op']:22} {row['direction']} {row['variant']:28} {row['rows']:6} x {row['hidden']:5}"
+    name = f"{row['op']:22} {row['direction']} {row['variant']:28} {extent(row)}"
     text = f"{name} {row['us']:9.2f} us {row['gbps']:7.0f} GB/s"
     if row.get("of_copy"):
         text += f"  {row['of_copy']:5.1%} of a copy"
@@ -116,6 +131,8 @@ def line(row: dict[str, Any]) -> str:
         text += f"  peer {row['peer_us']:8.2f} us, ratio {row['ratio']:.2f}"
     if row.get("eager_us"):
         text += f"  eager {row['eager_us']:9.2f} us, {row['eager_us'] / row['us']:.1f}x"
+    if row.get("launches", 1) != 1:
+        text += f"  {row['launches']} launches"
     return text + (f"  peak {row['peak_mb']} MB" if row.get("peak_mb") is not None else "")
 
 
@@ -123,7 +140,8 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], host: list[di
     """The results as tables for a document."""
     facts = ", ".join(f"{k} {v}" for k, v in about.items() if k != "meta")
     header = ("operation", "", "rows x hidden", "us", "bytes, MB", "GB/s", "of a copy", "better peer, us", "ratio", "eager, us")
-    plain, casts = [r for r in results if "timer" not in r], [r for r in results if "timer" in r]
+    routed = [r for r in results if r.get("area") == "moe"]
+    plain, casts = [r for r in results if "timer" not in r], [r for r in results if "timer" in r and r not in routed]
     lines = [facts]
     if plain:
         lines += ["", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
@@ -141,6 +159,14 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], host: list[di
         peer = f"{r['peer'].removeprefix('TileKernels ')}: {r['peer_us']}" if r.get("peer_us") else ""
         cells = (f"`{r['op']}`", r["variant"], size, r["timer"], r["us"], f"{r['bytes'] / 1e6:.1f}", floor, f"{r['of_copy']:.1%}", peer)
         lines.append("| " + " | ".join(map(str, (*cells, r.get("ratio", "")))) + " |")
+    if routed:
+        header = ("operation", "", "T", "V", "N", "launches", "timer", "us", "bytes, MB", "GB/s", "of a copy", "peer, us", "ratio")
+        lines += ["", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for r in routed:
+        peer = f"{r['peer'].removeprefix('TileKernels ')}: {r['peer_us']}" if r.get("peer_us") else ""
+        sizes = ("" if r[name] is None else r[name] for name in ("rows", "valid", "expanded"))
+        cells = (f"`{r['op']}`", f"{r['direction']} {r['variant']}", *sizes, r["launches"], r["timer"], r["us"], f"{r['bytes'] / 1e6:.2f}")
+        lines.append("| " + " | ".join(map(str, (*cells, r["gbps"], f"{r['of_copy']:.1%}", peer, r.get("ratio", "")))) + " |")
     if host:
         lines += ["", "| framework | host cost of one call, 8 rows | operation | us |", "|---|---|---|---|"]
         lines += [f"| {r['framework']} | {r['what']} | `{r['op']}` | {r['us']} |" for r in host]
@@ -162,4 +188,4 @@ def write(out: Path, about: dict[str, Any], results: list[dict[str, Any]], host:
     except ImportError:
         print("no matplotlib: no plots (pip install 'tk-kernels[bench]')", file=sys.stderr)
         return
-    plots.draw(out, about, results)
+    plots.draw(out, about, [row for row in results if row.get("area") != "moe"])

@@ -3,8 +3,11 @@
 from typing import Any, NamedTuple
 
 from tk_core.errors import type_error, value_error
-from tk_core.ops.moe.mapping import max_num_expanded_tokens
+from tk_core.ops.moe import mapping
 from tk_core.ops.quant.calls.common import flag, integer
+
+# Kernels have scalars of 32 bits.
+MOST = 2**31 - 1
 
 
 class GateOutput(NamedTuple):
@@ -36,6 +39,26 @@ def rank(op: str, argument: str, array: Any, axes: str) -> None:
         raise value_error(op, argument, f"shape ({axes})", tuple(got))
 
 
+def slots(op: str, argument: str, array: Any) -> None:
+    """Indices have two axes, of which the second is not empty."""
+    rank(op, argument, array, "T, K")
+    got = getattr(array, "shape", (0, 1))
+    if got[1] < 1:
+        raise value_error(op, argument, "at least one slot a token", tuple(got))
+
+
+def number(op: str, argument: str, value: Any, least: int, most: int = MOST) -> int:
+    """An int of a range."""
+    if not least <= integer(op, argument, value) <= most:
+        raise value_error(op, argument, f"{least} to {most}" if most < MOST else f"at least {least}, in 32 bits", value)
+    return value
+
+
+def tp_rank(op: str, value: Any, num_tp_ranks: Any) -> int:
+    """A rank among the tensor-parallel ones."""
+    return number(op, "tp_rank", value, 0, number(op, "num_tp_ranks", num_tp_ranks, 1) - 1)
+
+
 # ------------------------------------------------------------------ gates
 
 
@@ -43,7 +66,9 @@ def gate_attributes(
     op: str, num_topk: Any, use_shared_as_routed: Any, num_shared_experts: Any, factor: Any, scoring_func: Any, num_seqs: Any, idx: str
 ) -> dict[str, Any]:
     """Attributes that both gates have."""
-    shared = integer(op, "num_shared_experts", num_shared_experts) if flag(op, "use_shared_as_routed", use_shared_as_routed) else 0
+    shared = integer(op, "num_shared_experts", num_shared_experts)
+    if not flag(op, "use_shared_as_routed", use_shared_as_routed):
+        shared = 0
     if use_shared_as_routed and shared not in (1, 2):
         raise value_error(op, "num_shared_experts", "1 or 2 with use_shared_as_routed", shared)
     if num_seqs is not None and integer(op, "num_seqs", num_seqs) < 1:
@@ -64,7 +89,7 @@ def group_attributes(op: str, num_topk_groups: Any, num_groups: Any, num_ep_rank
         "num_topk_groups": integer(op, "num_topk_groups", num_topk_groups),
         "num_groups": integer(op, "num_groups", num_groups),
         "num_ep_ranks": integer(op, "num_ep_ranks", num_ep_ranks),
-        "num_tp_ranks": integer(op, "num_tp_ranks", num_tp_ranks),
+        "num_tp_ranks": number(op, "num_tp_ranks", num_tp_ranks, 1),
     }
 
 
@@ -75,18 +100,45 @@ def scoring(op: str, label: Any) -> str:
     return label.lower()
 
 
-def mask_with_sums(op: str, mask: Any, grad_scores_sum: Any) -> None:
-    """A mask concerns the sums of scores alone."""
+def mask_with_sums(op: str, mask: Any, grad_scores_sum: Any, scores: Any) -> None:
+    """A mask concerns the sums of scores alone, and sequences have equally many rows."""
     if mask is not None and grad_scores_sum is None:
         raise value_error(op, "grad_scores_sum", "an array where there is a mask", "None")
+    rows, sequences = getattr(scores, "shape", (0,))[0], getattr(grad_scores_sum, "shape", ()) or (1,)
+    if sequences[0] < 1 or rows % sequences[0]:
+        raise value_error(op, "grad_scores_sum", f"a positive number of rows that divides {rows}", sequences[0])
 
 
 # ------------------------------------------------------------------ mapping
 
 
+def max_num_expanded_tokens(num_tokens: int, num_topk: int, num_experts: int, alignment: int) -> int:
+    """Rows that are always enough, whatever the routing: every assignment, and the padding of as many experts as can have any.
+
+    Args:
+        num_tokens: tokens T.
+        num_topk: experts of a token.
+        num_experts: experts that may have tokens.
+        alignment: rows of an expert are a multiple of it.
+
+    Returns:
+        int.
+
+    Raises:
+        TypeError: an argument is no int.
+        ValueError: an argument is out of its range.
+    """
+    op, given = "max_num_expanded_tokens", {"num_tokens": num_tokens, "num_topk": num_topk}
+    for argument, value in given.items():
+        number(op, argument, value, 0)
+    number(op, "num_experts", num_experts, 1)
+    number(op, "alignment", alignment, 1)
+    return mapping.max_num_expanded_tokens(num_tokens, num_topk, num_experts, alignment)
+
+
 def mapping_attributes(op: str, topk_idx: Any, num_experts: Any, alignment: Any, rows: Any, capacity: Any = None) -> dict[str, int]:
     """Attributes of a mapping; without a number of rows it is the one that is always enough."""
-    rank(op, "topk_idx", topk_idx, "T, K")
+    slots(op, "topk_idx", topk_idx)
     integer(op, "num_experts", num_experts)
     if integer(op, "alignment", alignment) < 1:
         raise value_error(op, "alignment", "at least 1", alignment)
@@ -97,7 +149,7 @@ def mapping_attributes(op: str, topk_idx: Any, num_experts: Any, alignment: Any,
             raise value_error(op, "expert_capacity", "at least 1", capacity)
         rows = 0
     elif rows is None:
-        rows = max_num_expanded_tokens(*getattr(topk_idx, "shape", (0, 0)), num_experts, alignment)
+        rows = mapping.max_num_expanded_tokens(*getattr(topk_idx, "shape", (0, 0)), num_experts, alignment)
     return {
         "num_experts": num_experts,
         "alignment": alignment,

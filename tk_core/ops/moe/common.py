@@ -53,10 +53,15 @@ def load_batch(P):
 
     @P.macro
     def run(value, idx, at, stride, end, n):
+        raw = P.alloc_local((len_of(value),), idx.dtype)
+        # in registers, so that every load is one instruction with a constant offset
+        begin, left = P.alloc_local((1,), I32), P.alloc_local((1,), I32)
+        begin[0] = at
+        left[0] = end - begin[0]
         for u in P.unroll(len_of(value)):
-            value[u] = -1
-            if at + u * stride < end:
-                value[u] = index_of(P, idx[at + u * stride], n)
+            raw[u] = P.if_then_else(u * stride < left[0], idx[begin[0] + u * stride], P.Cast(idx.dtype, -1))
+        for u in P.unroll(len_of(value)):
+            value[u] = index_of(P, raw[u], n)
 
     return run
 
@@ -87,11 +92,11 @@ class Threads:
     A block has a whole row. On the C target its only thread takes one vector after the other, wide ones that the compiler splits.
     """
 
-    def __init__(self, P, length: int, vector: int):
+    def __init__(self, P, length: int, vector: int, most: int = THREADS):
         self.vector = gcd(length, 128 if P.cpu else vector)
         self.units = length // self.vector
         self.each = 1 if P.cpu else min(EACH, -(-self.units // 32))
-        self.threads = 1 if P.cpu else min(THREADS, -(-self.units // (32 * self.each)) * 32)
+        self.threads = 1 if P.cpu else min(most, -(-self.units // (32 * self.each)) * 32)
         self.steps = -(-self.units // (self.threads * self.each))
 
     def unit(self, P, step, i):

@@ -3,9 +3,11 @@
 count[g] = number of entries of the index tensor that equal g        f[e] = fl(fl(count[e] * E) / (T * num_aux_topk))
 psum[e] = min(expert_start[e] + count[e], expert_end[e])
 
-Two launches: rows of counts of up to 128 programs, then their sums with what follows from them.
+Where one cluster of blocks can take a sequence, its blocks read each other's counts: one launch. Otherwise two: rows of counts of up to
+128 programs, then their sums with what follows from them.
 """
 
+from tk_core.bits import select
 from tk_core.errors import value_error
 from tk_core.op import Env, Launch, declare
 from tk_core.ops.mhc.common import thread
@@ -14,6 +16,147 @@ from tk_core.ops.quant.bits import divide
 
 # A block adds up that many columns of counts, so many rows at a time.
 COLUMNS, SLICES = 32, 32
+# Entries of a sequence that one cluster takes alone, those of a thread that are on their way at a time then, and the most sequences.
+ALONE = 1 << 19
+ALONE_BATCH = 16
+ALONE_SEQS = 64
+
+# ------------------------------------------------------------------ one launch
+
+
+def count_in_cluster(P, G: int):
+    """Macro: counts[:] of one block of a cluster, which can then be read by the others."""
+    threads = 1 if P.cpu else THREADS
+    batch = 1 if P.cpu else ALONE_BATCH
+    load = load_batch(P)
+
+    @P.macro
+    def run(idx, counts, begin, end):
+        value = P.alloc_local((batch,), I32)
+        load(value, idx, begin + thread(P), threads, end, G)
+        for r in P.serial(-(-G // threads)):
+            if r * threads + thread(P) < G:
+                counts[r * threads + thread(P)] = 0
+        P.sync_threads()
+        for r in P.serial(P.ceildiv(end - begin, threads * batch)):
+            if r > 0:
+                load(value, idx, begin + r * batch * threads + thread(P), threads, end, G)
+            for u in P.unroll(batch):
+                if value[u] >= 0:
+                    P.atomic_add(counts[value[u]], 1)
+        P.sync_cluster()
+
+    return run
+
+
+def total_of(P):
+    """Macro: total[0] = the sum of a count over the blocks of a cluster."""
+
+    @P.macro
+    def run(counts, g, total):
+        total[0] = 0
+        for r in P.unroll(P.cluster):
+            total[0] = total[0] + P.remote(counts[g], r)
+
+    return run
+
+
+def cluster_steps(P, G: int) -> int:
+    """Steps in which the threads of a cluster take the groups."""
+    return -(-G // (P.cluster * (1 if P.cpu else THREADS)))
+
+
+def count_groups_alone(P, K, G, group_idx_dtype):
+    """A cluster takes a sequence."""
+    T, S = P.dynamic("T"), P.dynamic("S")
+    C, threads = P.cluster, 1 if P.cpu else THREADS
+    count_up, sum_up = count_in_cluster(P, G), total_of(P)
+
+    @P.prim_func
+    def main(group_idx: P.Tensor((T, K), group_idx_dtype), counts: P.Tensor((S, G), I32), length: P.int32):
+        with P.ClusterKernel(C, S, threads=threads) as (b, s):
+            group_idx = P.view(group_idx, (T * K,), group_idx_dtype)
+            own = P.alloc_shared((G,), I32)
+            total = P.alloc_local((1,), I32)
+            share = P.ceildiv(length, C)
+            begin = P.alloc_var(I32, init=s * length + b * share)
+            end = P.alloc_var(I32, init=s * length + P.min((b + 1) * share, length))
+            count_up(group_idx, own, begin, end)
+            for r in P.serial(cluster_steps(P, G)):
+                g = (r * threads + thread(P)) * C + b
+                if g < G:
+                    sum_up(own, g, total)
+                    counts[s, g] = total[0]
+            P.leave_cluster()
+
+    return main
+
+
+def fractions_alone(P, K, G, topk_idx_dtype):
+    """A cluster takes all entries."""
+    T = P.dynamic("T")
+    C, threads = P.cluster, 1 if P.cpu else THREADS
+    count_up, sum_up = count_in_cluster(P, G), total_of(P)
+
+    @P.prim_func
+    def main(topk_idx: P.Tensor((T, K), topk_idx_dtype), f: P.Tensor((G,), F32), length: P.int32, divisor: P.int64):
+        with P.ClusterKernel(C, threads=threads) as b:
+            topk_idx = P.view(topk_idx, (T * K,), topk_idx_dtype)
+            own = P.alloc_shared((G,), I32)
+            total = P.alloc_local((1,), I32)
+            share = P.ceildiv(length, C)
+            begin = P.alloc_var(I32, init=b * share)
+            end = P.alloc_var(I32, init=P.min((b + 1) * share, length))
+            count_up(topk_idx, own, begin, end)
+            for r in P.serial(cluster_steps(P, G)):
+                e = (r * threads + thread(P)) * C + b
+                if e < G:
+                    sum_up(own, e, total)
+                    f[e] = fraction(P, total[0], G, divisor)
+            P.leave_cluster()
+
+    return main
+
+
+def ends_alone(P, K, G, topk_idx_dtype, has):
+    """A cluster takes all entries."""
+    T = P.dynamic("T")
+    C, threads = P.cluster, 1 if P.cpu else THREADS
+    count_up, sum_up = count_in_cluster(P, G), total_of(P)
+    bounded = "expert_end" in has
+
+    @P.prim_func
+    def main(
+        topk_idx: P.Tensor((T, K), topk_idx_dtype),
+        expert_start: P.Tensor((G,), I32),
+        expert_end: P.Tensor((G,), I32),
+        psum: P.Tensor((G,), I32),
+        length: P.int32,
+    ):
+        with P.ClusterKernel(C, threads=threads) as b:
+            topk_idx = P.view(topk_idx, (T * K,), topk_idx_dtype)
+            own = P.alloc_shared((G,), I32)
+            total = P.alloc_local((1,), I32)
+            share = P.ceildiv(length, C)
+            begin = P.alloc_var(I32, init=b * share)
+            end = P.alloc_var(I32, init=P.min((b + 1) * share, length))
+            count_up(topk_idx, own, begin, end)
+            for r in P.serial(cluster_steps(P, G)):
+                e = (r * threads + thread(P)) * C + b
+                if e < G:
+                    sum_up(own, e, total)
+                    psum[e] = P.min(expert_start[e] + total[0], expert_end[e]) if bounded else expert_start[e] + total[0]
+            P.leave_cluster()
+
+    return main
+
+
+def fraction(P, count, G: int, divisor):
+    """count * G / divisor, rounded as fp32 rounds each of them; zero where there is no row."""
+    return select(divisor > 0, divide(P, P.mul(P.Cast(F32, count), P.f32(G)), P.Cast(F32, P.max(divisor, P.int64(1)))), P.f32(0))
+
+
+# ------------------------------------------------------------------ two launches
 
 
 def count(P, K, G, topk_idx_dtype):
@@ -110,9 +253,7 @@ def add_fractions(P, G):
                 e = b * COLUMNS + c + thread(P) % COLUMNS
                 sum_of(part, parts, e, G, shared, total)
                 if thread(P) < COLUMNS and e < G:
-                    f[e] = P.f32(0)
-                    if divisor > 0:
-                        f[e] = divide(P, P.mul(P.Cast(F32, total[0]), P.f32(G)), P.Cast(F32, divisor))
+                    f[e] = fraction(P, total[0], G, divisor)
 
     return main
 
@@ -138,9 +279,7 @@ def add_ends(P, G, has):
                 e = b * COLUMNS + c + thread(P) % COLUMNS
                 sum_of(part, parts, e, G, shared, total)
                 if thread(P) < COLUMNS and e < G:
-                    psum[e] = expert_start[e] + total[0]
-                    if bounded:
-                        psum[e] = P.min(psum[e], expert_end[e])
+                    psum[e] = P.min(expert_start[e] + total[0], expert_end[e]) if bounded else expert_start[e] + total[0]
 
     return main
 
@@ -167,12 +306,14 @@ def check(op: str, groups: str, argument: str = "topk_idx"):
 def derive(env: Env) -> Env:
     length = env["T"] // env["num_seqs"] * env["K"]
     parts = parts_of(length, env["num_seqs"] * env["G"])
-    return {"length": length, "parts": parts, "share": -(-length // parts)}
+    alone = length <= ALONE and env["G"] <= SHARED_GROUPS and env["num_seqs"] <= ALONE_SEQS
+    return {"length": length, "parts": parts, "share": -(-length // parts), "alone": alone, "parted": not alone}
 
 
-COUNT = {"args": "topk_idx -> part; length share", "key": "K G topk_idx_dtype", "pass_configs": EXPLICIT}
-COUNT_GROUPS = {"args": "group_idx -> part; length share", "key": "K G group_idx_dtype", "pass_configs": EXPLICIT}
-ADD = {"key": "G", "pass_configs": EXPLICIT}
+ALONE_LAUNCH = {"pass_configs": EXPLICIT, "when": "alone"}
+COUNT = {"args": "topk_idx -> part; length share", "key": "K G topk_idx_dtype", "pass_configs": EXPLICIT, "when": "parted"}
+COUNT_GROUPS = {"args": "group_idx -> part; length share", "key": "K G group_idx_dtype", "pass_configs": EXPLICIT, "when": "parted"}
+ADD = {"key": "G", "pass_configs": EXPLICIT, "when": "parted"}
 WORK = "part[parts, num_seqs, G]:i32"
 
 COUNT_DOC = """Count how often every group occurs.
@@ -204,7 +345,11 @@ group_count = declare(
     "group_count",
     "moe",
     "group_idx[T, K]:i32|i64 -> counts[num_seqs, num_groups]:i32",
-    [Launch(count_groups, **COUNT_GROUPS), Launch(add_counts, "part -> counts", **ADD)],
+    [
+        Launch(count_groups_alone, "group_idx -> counts; length", key="K G group_idx_dtype", **ALONE_LAUNCH),
+        Launch(count_groups, **COUNT_GROUPS),
+        Launch(add_counts, "part -> counts", **ADD),
+    ],
     attrs={"num_groups": 1, "num_seqs": 1},
     work=WORK,
     check=check("group_count", "num_groups", "group_idx"),
@@ -244,7 +389,11 @@ aux_fi = declare(
     "aux_fi",
     "moe",
     "topk_idx[T, K]:i32|i64 -> f[num_experts]:f32",
-    [Launch(count, **COUNT), Launch(add_fractions, "part -> f; T*num_aux_topk", **ADD)],
+    [
+        Launch(fractions_alone, "topk_idx -> f; length T*num_aux_topk", key="K G topk_idx_dtype", **ALONE_LAUNCH),
+        Launch(count, **COUNT),
+        Launch(add_fractions, "part -> f; T*num_aux_topk", **ADD),
+    ],
     attrs={"num_experts": 1, "num_aux_topk": 1},
     work=WORK,
     check=check("aux_fi", "num_experts"),
@@ -279,7 +428,11 @@ psum_num_tokens_per_expert = declare(
     "psum_num_tokens_per_expert",
     "moe",
     "topk_idx[T, K]:i32|i64 expert_start[E]:i32 expert_end?[E]:i32 -> psum[E]:i32",
-    [Launch(count, **COUNT), Launch(add_ends, "part expert_start expert_end -> psum", **ADD)],
+    [
+        Launch(ends_alone, "topk_idx expert_start expert_end -> psum; length", key="K G topk_idx_dtype", **ALONE_LAUNCH),
+        Launch(count, **COUNT),
+        Launch(add_ends, "part expert_start expert_end -> psum", **ADD),
+    ],
     work=WORK,
     check=check("psum_num_tokens_per_expert", "E"),
     derive=derive,

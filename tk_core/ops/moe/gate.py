@@ -255,13 +255,14 @@ def checked(name: str) -> Callable[[Env], None]:
         env.setdefault("L", E + S)
         D = env.setdefault("D", 1)
         expect("to_physical_map", "at least one column", D >= 1, D)
-        if name == TOP2_SUM or ep > 1 or tp > 1:
+        forward = "columns" not in env  # the gradient rule has weights, but no map
+        if forward and (name == TOP2_SUM or ep > 1 or tp > 1):
             # indices are renumbered over E + D - 1 physical experts
             where = (
                 f"at most {D - 1}, the physical experts that to_physical_map has beside {E}" if mapped else "0 without a to_physical_map"
             )
             expect("num_shared_experts", where, S <= D - 1, S)
-        expect("num_ep_ranks", f"1 to {E + D - 1} experts", 1 <= ep <= E + D - 1, ep)
+        expect("num_ep_ranks", f"1 to {E + D - 1} experts", 1 <= ep and (ep <= E + D - 1 or not forward), ep)
         expect("num_tp_ranks", "at least 1", tp >= 1, tp)
         expect("tp_rank", f"0 to {tp - 1}", 0 <= env["tp_rank_value"] < tp, env["tp_rank_value"])
         expect("ep_rank", "no negative number", env["ep_rank_value"] >= 0, env["ep_rank_value"])

@@ -19,7 +19,6 @@ from tk_core.ops.moe.common import (
     blocks_of,
     check_flat,
     clear_rows,
-    load_rows_of_token,
     read_owners,
 )
 from tk_core.ops.quant.bits import prelude
@@ -27,54 +26,123 @@ from tk_core.ops.quant.elementwise import narrow
 from tk_core.ops.quant.pieces import loop
 
 E4M3 = "float8_e4m3fn"
+U32 = "uint32"
 FORMATS = {"": "", "e4m3": E4M3}
-# Rows of a token that are on their way at a time.
-ROWS = 4
+# Rows of a token that are on their way at a time, and threads of a block: many small blocks hide that a token is a chain of loads.
+ROWS, MOST = 2, 256
 
 
-def rows_at_a_time(K: int) -> int:
-    """At most ROWS, in steps of equal size."""
-    return -(-K // -(-K // ROWS))
+class Slots:
+    """Which rows a token has. On CUDA lane k of every warp looks up slot k, all at a time, and rows that are there follow each other.
+
+    On the C target `chunks` is 1 and a step takes all slots, those without a row among them.
+    """
+
+    def __init__(self, P, K: int, rows: int):
+        self.K = K
+        self.chunks = 1 if P.cpu else -(-K // 32)
+        self.rows = K if P.cpu else min(K, rows)
+
+    def locate(self, P, weighted: bool, scaled: bool):
+        """Macro: slots 32 c to 32 c + 31 of a token; on C all of them."""
+        K = self.K
+
+        @P.macro
+        def on_cuda(where, weights, x_sf, place, factor, live, t, N, c):
+            slot = c * 32 + thread(P) % 32
+            place[0] = -1
+            factor[0] = P.f32(1)
+            if slot < K:
+                place[0] = where[t, slot]
+                if weighted:
+                    factor[0] = weights[t, slot]
+            if place[0] < 0 or place[0] >= N:
+                place[0] = -1
+            if scaled:
+                if place[0] >= 0:
+                    factor[0] = P.mul(factor[0], x_sf[place[0]])
+            live[0] = P.Cast(U32, P.ballot_sync(place[0] >= 0))
+
+        @P.macro
+        def on_c(where, weights, x_sf, place, factor, live, t, N, c):
+            live[0] = P.Cast(U32, 0)
+            for k in P.serial(K):
+                place[k] = where[t, k]
+                if place[k] < 0 or place[k] >= N:
+                    place[k] = -1
+                factor[k] = weights[t, k] if weighted else P.f32(1)
+                if scaled:
+                    if place[k] >= 0:
+                        factor[k] = P.mul(factor[k], x_sf[place[k]])
+
+        return on_c if P.cpu else on_cuda
+
+    def steps(self, P, live):
+        """Steps that take all rows of a chunk."""
+        return 1 if P.cpu else P.ceildiv(P.Cast(I32, P.popcount(live)), self.rows)
+
+    def next(self, P):
+        """Macro: the next rows, in the order of slots: slot[j], pos[j], -1 where there are no more, and scale[j]."""
+        R = self.rows
+
+        @P.macro
+        def on_cuda(place, factor, rest, slot, pos, scale, c):
+            for j in P.unroll(R):
+                slot[j] = P.call_extern(I32, "__ffs", P.Cast(I32, rest[0])) - 1
+                pos[j] = P.shfl_sync(place[0], P.max(slot[j], 0))
+                scale[j] = P.shfl_sync(factor[0], P.max(slot[j], 0))
+                if slot[j] < 0:
+                    pos[j] = -1
+                slot[j] = slot[j] + c * 32
+                rest[0] = rest[0] & (rest[0] - P.uint32(1))
+
+        @P.macro
+        def on_c(place, factor, rest, slot, pos, scale, c):
+            for j in P.serial(R):
+                slot[j] = j
+                pos[j] = place[j]
+                scale[j] = factor[j]
+
+        return on_c if P.cpu else on_cuda
 
 
 def sum_of_rows(P, K: int, H: int, x_dtype: str, out_dtype: str, by: Threads, weighted: bool, scaled: bool, factored: bool):
     """Macro: one token. `weights`, `x_sf` and `sf` are read where they are said to be there."""
-    V, R = by.vector, rows_at_a_time(K)
-    locate = load_rows_of_token(P, K)
+    V, slots = by.vector, Slots(P, K, ROWS)
+    R, held = slots.rows, K if P.cpu else 1
+    locate, following = slots.locate(P, weighted, scaled), slots.next(P)
 
     @P.macro
     def run(x, weights, where, x_sf, sf, out, t, N):
-        pos, scale = P.alloc_local((K,), I32), P.alloc_local((K,), F32)
+        place, factor = P.alloc_local((held,), I32), P.alloc_local((held,), F32)
+        slot, pos, scale = P.alloc_local((R,), I32), P.alloc_local((R,), I32), P.alloc_local((R,), F32)
+        live, rest = P.alloc_local((1,), U32), P.alloc_local((1,), U32)
         rows = P.alloc_local((R, by.each, V), P.storage(x_dtype))
         acc = P.alloc_local((by.each, V), F32)
         rounded = P.alloc_local((V,), P.storage(out_dtype))
-        locate(pos, where, t, N)
-        if weighted or scaled:
-            for k in loop(P, K):
-                scale[k] = weights[t, k] if weighted else P.f32(1)
-        if scaled:
-            for k in loop(P, K):
-                if pos[k] >= 0:
-                    scale[k] = P.mul(scale[k], x_sf[pos[k]])
+        locate(where, weights, x_sf, place, factor, live, t, N, 0)
         for step in P.serial(by.steps):
             for i in loop(P, by.each):
                 for v in loop(P, V):
                     acc[i, v] = P.f32(0)
-            for c in loop(P, -(-K // R)):
-                for j in loop(P, R):
-                    if c * R + j < K:
-                        if pos[c * R + j] >= 0:
+            for c in P.serial(slots.chunks):
+                if slots.chunks > 1:
+                    locate(where, weights, x_sf, place, factor, live, t, N, c)
+                rest[0] = live[0]
+                for _ in P.serial(slots.steps(P, live[0])):
+                    following(place, factor, rest, slot, pos, scale, c)
+                    for j in loop(P, R):
+                        if pos[j] >= 0:
                             for i in loop(P, by.each):
                                 if by.unit(P, step, i) < by.units:
                                     for v in P.vectorized(V):
-                                        rows[j, i, v] = x[pos[c * R + j], by.unit(P, step, i) * V + v]
-                for j in loop(P, R):
-                    if c * R + j < K:
-                        if pos[c * R + j] >= 0:
+                                        rows[j, i, v] = x[pos[j], by.unit(P, step, i) * V + v]
+                    for j in loop(P, R):
+                        if pos[j] >= 0:
                             for i in loop(P, by.each):
                                 for v in loop(P, V):
                                     if weighted or scaled:
-                                        acc[i, v] = P.fma(P.to_f32(rows[j, i, v], x_dtype), scale[c * R + j], acc[i, v])
+                                        acc[i, v] = P.fma(P.to_f32(rows[j, i, v], x_dtype), scale[j], acc[i, v])
                                     else:
                                         acc[i, v] = P.add(acc[i, v], P.to_f32(rows[j, i, v], x_dtype))
             for i in loop(P, by.each):
@@ -93,7 +161,7 @@ def sum_of_rows(P, K: int, H: int, x_dtype: str, out_dtype: str, by: Threads, we
 def sum_rows(P, K, H, x_dtype):
     """Without weights: the gradient of `expand_to_fused`."""
     T, N = P.dynamic("T"), P.dynamic("N")
-    by = Threads(P, H, 16 // BYTES[x_dtype])
+    by = Threads(P, H, 16 // BYTES[x_dtype], MOST)
     reduce = sum_of_rows(P, K, H, x_dtype, x_dtype, by, False, False, False)
 
     @P.prim_func
@@ -107,7 +175,7 @@ def sum_rows(P, K, H, x_dtype):
 def reduce_rows(P, K, H, x_dtype, out_dtype, has):
     """With whatever factors there are."""
     T, N = P.dynamic("T"), P.dynamic("N")
-    by = Threads(P, H, 16 // BYTES[x_dtype])
+    by = Threads(P, H, 16 // BYTES[x_dtype], MOST)
     reduce = sum_of_rows(P, K, H, x_dtype, out_dtype, by, "topk_weights" in has, "x_sf" in has, "sf" in has)
 
     @P.prim_func
@@ -128,13 +196,15 @@ def reduce_rows(P, K, H, x_dtype, out_dtype, has):
 def reduce_bwd(P, K, H, x_dtype, out_dtype, has):
     """A block reads the gradient of a token once, and its rows of x where weights have a gradient."""
     T, N = P.dynamic("T"), P.dynamic("N")
-    by = Threads(P, H, 16 // max(BYTES[x_dtype], BYTES[out_dtype]))
-    V, R, L = by.vector, rows_at_a_time(K), lanes(P)
+    by = Threads(P, H, 16 // max(BYTES[x_dtype], BYTES[out_dtype]), MOST)
+    V, L, slots = by.vector, lanes(P), Slots(P, K, ROWS)
+    R, held = slots.rows, K if P.cpu else 1
     want_x, want_weights, weighted, scaled = "d_x" in has, "d_topk_weights" in has, "topk_weights" in has, "x_sf" in has
     if want_weights and "x" not in has:
         raise value_error("reduce_fused_backward", "x", "an array, for the gradient of the weights", None)
-    each = sums_of_thread(P, K, by.threads)
-    read, locate, clear, sums = read_owners(P), load_rows_of_token(P, K), clear_rows(P, by), block_sums(P)
+    each = sums_of_thread(P, R, by.threads)
+    read, clear, sums = read_owners(P), clear_rows(P, by), block_sums(P)
+    locate, following = slots.locate(P, weighted, False), slots.next(P)
 
     @P.prim_func
     def main(
@@ -148,68 +218,71 @@ def reduce_bwd(P, K, H, x_dtype, out_dtype, has):
         d_topk_weights: P.Tensor((T, K), F32),
     ):
         with P.Kernel(blocks_of(P, T, N) if want_x else T, threads=by.threads) as b:
-            pos, owner = P.alloc_local((K,), I32), P.alloc_local((CLEARED,), I32)
-            scale = P.alloc_local((K,), F32)
+            owner = P.alloc_local((CLEARED,), I32)
+            place, factor = P.alloc_local((held,), I32), P.alloc_local((held,), F32)
+            slot, pos, scale = P.alloc_local((R,), I32), P.alloc_local((R,), I32), P.alloc_local((R,), F32)
+            live, rest = P.alloc_local((1,), U32), P.alloc_local((1,), U32)
             gs = P.alloc_local((by.each, V), P.storage(out_dtype))
             rows = P.alloc_local((R, by.each, V), P.storage(x_dtype))
             value = P.alloc_local((V,), F32)
             rounded = P.alloc_local((V,), P.storage(out_dtype))
-            acc = P.alloc_local((K, L), F32)
+            acc = P.alloc_local((R, L), F32)
             total = P.alloc_local((each,), F32)
-            shared = P.alloc_shared((K * max(1, by.threads // 32),), F32)
+            shared = P.alloc_shared((R * max(1, by.threads // 32),), F32)
             if want_x:
                 read(owner, pos_to_token_topk, b, blocks_of(P, T, N), N)
             if b < T:
-                locate(pos, token_topk_to_pos, b, N)
-                for k in loop(P, K):
-                    if weighted:
-                        scale[k] = topk_weights[b, k]
-                    for lane in loop(P, L):
-                        acc[k, lane] = P.f32(0)
-                for step in P.serial(by.steps):
-                    for i in loop(P, by.each):
-                        if by.unit(P, step, i) < by.units:
-                            for v in P.vectorized(V):
-                                gs[i, v] = d_out[b, by.unit(P, step, i) * V + v]
-                    for c in loop(P, -(-K // R)):
-                        if want_weights:
-                            for j in loop(P, R):
-                                if c * R + j < K:
-                                    if pos[c * R + j] >= 0:
+                if want_weights:
+                    # what has no row keeps the zero
+                    for r in P.serial(-(-K // by.threads)):
+                        if r * by.threads + thread(P) < K:
+                            d_topk_weights[b, r * by.threads + thread(P)] = P.f32(0)
+                for c in P.serial(slots.chunks):
+                    locate(token_topk_to_pos, topk_weights, None, place, factor, live, b, N, c)
+                    rest[0] = live[0]
+                    for _ in P.serial(slots.steps(P, live[0])):
+                        following(place, factor, rest, slot, pos, scale, c)
+                        for j in loop(P, R):
+                            for lane in loop(P, L):
+                                acc[j, lane] = P.f32(0)
+                        for step in P.serial(by.steps):
+                            for i in loop(P, by.each):
+                                if by.unit(P, step, i) < by.units:
+                                    for v in P.vectorized(V):
+                                        gs[i, v] = d_out[b, by.unit(P, step, i) * V + v]
+                            if want_weights:
+                                for j in loop(P, R):
+                                    if pos[j] >= 0:
                                         for i in loop(P, by.each):
                                             if by.unit(P, step, i) < by.units:
                                                 for v in P.vectorized(V):
-                                                    rows[j, i, v] = x[pos[c * R + j], by.unit(P, step, i) * V + v]
-                        for j in loop(P, R):
-                            if c * R + j < K:
-                                if pos[c * R + j] >= 0:
+                                                    rows[j, i, v] = x[pos[j], by.unit(P, step, i) * V + v]
+                            for j in loop(P, R):
+                                if pos[j] >= 0:
                                     for i in loop(P, by.each):
                                         if by.unit(P, step, i) < by.units:
                                             if want_weights:
                                                 for v in loop(P, V):
-                                                    acc[c * R + j, v % L] = P.fma(
-                                                        P.to_f32(gs[i, v], out_dtype),
-                                                        P.to_f32(rows[j, i, v], x_dtype),
-                                                        acc[c * R + j, v % L],
+                                                    acc[j, v % L] = P.fma(
+                                                        P.to_f32(gs[i, v], out_dtype), P.to_f32(rows[j, i, v], x_dtype), acc[j, v % L]
                                                     )
                                             if want_x:
                                                 for v in loop(P, V):
                                                     value[v] = P.to_f32(gs[i, v], out_dtype)
                                                     if weighted:
-                                                        value[v] = P.mul(scale[c * R + j], value[v])
+                                                        value[v] = P.mul(scale[j], value[v])
                                                 for v in P.vectorized(V):
                                                     rounded[v] = P.from_f32(value[v], out_dtype)
                                                 for v in P.vectorized(V):
-                                                    d_x[pos[c * R + j], by.unit(P, step, i) * V + v] = rounded[v]
-                if want_weights:
-                    sums(acc, total, shared, K, by.threads)
-                    for r in loop(P, each):
-                        k = r * by.threads + thread(P)
-                        if k < K:
-                            if scaled:
-                                if token_topk_to_pos[b, k] >= 0 and token_topk_to_pos[b, k] < N:
-                                    total[r] = P.mul(total[r], x_sf[token_topk_to_pos[b, k]])
-                            d_topk_weights[b, k] = total[r]
+                                                    d_x[pos[j], by.unit(P, step, i) * V + v] = rounded[v]
+                        if want_weights:
+                            # also the barrier between the zeros and the sums
+                            sums(acc, total, shared, R, by.threads)
+                            for j in loop(P, R):
+                                if pos[j] >= 0 and (P.cpu or thread(P) == j):
+                                    sum_of_slot = total[j if P.cpu else 0]
+                                    d_topk_weights[b, slot[j]] = P.mul(sum_of_slot, x_sf[pos[j]]) if scaled else sum_of_slot
+                            P.sync_threads()
             if want_x:
                 clear(d_x, owner, b, blocks_of(P, T, N))
 

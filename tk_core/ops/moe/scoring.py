@@ -55,12 +55,20 @@ class ScoringFunc(IntEnum):
 SCORINGS = ("sigmoid", "sqrtsoftplus", "softmax")
 
 
-# the approximate reciprocal of a normal number, in one instruction
+# The approximate reciprocal of a normal number, in one instruction. Softplus as max(x, 0) + log1p(exp(-|x|)), where log1p(z) = 2 atanh(s)
+# with s = z / (2 + z), at most 1/3: 2 s and a polynomial in s^2 that is off by 2^-27 of it.
 PRELUDE = """
 static __device__ __forceinline__ float tk_reciprocal(float x) {
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
+}
+static __device__ __forceinline__ float tk_softplus(float x) {
+  float z = expf(-fabsf(x)), d = 2.0f + z, r = tk_reciprocal(d), s = z * r;
+  s = fmaf(fmaf(-s, z - (d - 2.0f), fmaf(-s, d, z)), r, s);
+  float q = s * s;
+  float p = fmaf(fmaf(fmaf(0.268675476f, q, 0.282339573f), q, 0.400076717f), q, 0.666666389f);
+  return fmaxf(x, 0.0f) + fmaf(s * q, p, s + s);
 }
 """
 
@@ -71,7 +79,9 @@ def score(P, scoring: str, x):
         # e / (1 + e) for negative x: what exp and the sum are off by would add up in 1 / (1 + 1 / e)
         e = P.exp(-P.abs(x))
         return share(P, select(x < P.f32(0), e, P.f32(1)), e)
-    return P.sqrt(select(x > P.f32(20), x, P.call_pure_extern(F32, "log1pf", P.exp(x))))
+    if P.cpu:
+        return P.sqrt(select(x > P.f32(20), x, P.call_pure_extern(F32, "log1pf", P.exp(x))))
+    return P.sqrt(P.call_pure_extern(F32, "tk_softplus", x))
 
 
 def share(P, a, e):
