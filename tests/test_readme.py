@@ -18,8 +18,8 @@ def test_code_blocks_run(number):
     assert done.returncode == 0, done.stderr
 
 
-def test_there_are_a_torch_and_a_jax_step():
-    assert ["tk_torch" in block for block in BLOCKS] == [True, False, True]
+def test_there_are_steps_of_both_frameworks():
+    assert ["tk_torch" in block for block in BLOCKS] == [True, False, True, True, False]
 
 
 def test_named_files_and_make_targets_exist():
