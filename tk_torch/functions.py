@@ -74,7 +74,8 @@ class RuleGradient(Gradient):
         self.spare = {op.saved.index(name): names.index(of.removeprefix("d_")) for name, of in op.only_for.items()}
         # a single result always has a cotangent when the backward pass runs
         self.several = len(outs) > 1
-        self.private = [i for i, name in enumerate(outs) if name not in op.returns]
+        # results that the rule has no cotangent of: what is computed from them gives no gradient
+        self.private = [i for i, name in enumerate(outs) if name not in op.cotangents]
         # where the arguments of the backward rule come from: a saved tensor, or a cotangent
         self.sources = [
             (True, op.saved.index(name)) if name in op.saved else (False, outs.index(name.removeprefix("d_"))) for name in rule.ins
@@ -96,7 +97,7 @@ class RuleGradient(Gradient):
         if self.several:
             ctx.set_materialize_grads(False)
         if self.private:
-            ctx.mark_non_differentiable(*(outs[i] for i in self.private))
+            ctx.mark_non_differentiable(*(outs[i] for i in self.private if outs[i] is not None))
 
     def backward(self, ctx: Any, cotangents: Sequence[Tensor | None], offset: int) -> Sequence[Tensor | None]:
         """Run the backward rule for the gradients that somebody needs."""

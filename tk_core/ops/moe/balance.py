@@ -9,6 +9,15 @@ from typing import Any
 from tk_core.errors import type_error, value_error
 
 
+def _judge_array(op: str, argument: str, value: Any, *dtypes: str) -> None:
+    """An array of one of some dtypes."""
+    dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    if not hasattr(value, "shape") or not dtype:
+        raise type_error(op, argument, f"a {' or '.join(dtypes)} array", type(value).__name__)
+    if dtype not in dtypes:
+        raise type_error(op, argument, f"dtype {' or '.join(dtypes)}", dtype)
+
+
 def _judge_number(op: str, argument: str, value: Any) -> None:
     """A number, or an array that is one."""
     if isinstance(value, bool) or not (isinstance(value, int | float) or getattr(value, "shape", None) == ()):
@@ -31,7 +40,7 @@ def load_balance_loss(scores_sum: Any, counts: Any, num_rows: Any, num_aux_topk:
         f32 scalar.
 
     Raises:
-        TypeError: num_aux_topk is no int, or alpha no number.
+        TypeError: a dtype or a kind is another one.
         ValueError: shapes that do not fit, or num_aux_topk < 1.
 
     Numerics:
@@ -44,6 +53,8 @@ def load_balance_loss(scores_sum: Any, counts: Any, num_rows: Any, num_aux_topk:
         Switch Transformers, 2021; DeepSeek-V3 Technical Report, 2024.
     """
     op = "load_balance_loss"
+    _judge_array(op, "scores_sum", scores_sum, "float32")
+    _judge_array(op, "counts", counts, "int32", "int64")
     if len(scores_sum.shape) != 2:
         raise value_error(op, "scores_sum", "shape (B, E)", tuple(scores_sum.shape))
     B, E = scores_sum.shape
@@ -54,9 +65,10 @@ def load_balance_loss(scores_sum: Any, counts: Any, num_rows: Any, num_aux_topk:
     if num_aux_topk < 1:
         raise value_error(op, "num_aux_topk", "at least 1", num_aux_topk)
     _judge_number(op, "alpha", alpha)
-    if isinstance(num_rows, int):
-        rows: Any = max(num_rows, 1)
+    if isinstance(num_rows, int) and not isinstance(num_rows, bool):
+        rows: Any = float(max(num_rows, 1))
     else:
+        _judge_array(op, "num_rows", num_rows, "int32", "int64")
         if tuple(num_rows.shape) != (B,):
             raise value_error(op, "num_rows", f"an int or shape {(B,)}", tuple(num_rows.shape))
         rows = num_rows.clip(min=1).reshape(B, 1)
@@ -79,7 +91,7 @@ def update_expert_bias(bias: Any, counts: Any, gamma: float) -> Any:
         [E] f32, a new array.
 
     Raises:
-        TypeError: gamma is no number.
+        TypeError: a dtype or a kind is another one.
         ValueError: shapes that do not fit.
 
     Numerics:
@@ -92,6 +104,8 @@ def update_expert_bias(bias: Any, counts: Any, gamma: float) -> Any:
         Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024.
     """
     op = "update_expert_bias"
+    _judge_array(op, "bias", bias, "float32")
+    _judge_array(op, "counts", counts, "int32", "int64")
     if len(bias.shape) != 1:
         raise value_error(op, "bias", "shape (E,)", tuple(bias.shape))
     E = bias.shape[0]

@@ -105,14 +105,16 @@ class Threads:
 
 
 def read_owners(P):
-    """Macro: owner[z] = the owner of row b + z * blocks, zero behind the last row. Early, so that nobody waits for it later."""
+    """Macro: owner[z] = the owner of row b + z * blocks, -1 where it is none of `count`, zero behind the last row. Read early."""
 
     @P.macro
-    def run(owner, owners, b, blocks, N):
+    def run(owner, owners, b, blocks, N, count):
         for z in loop(P, CLEARED):
             owner[z] = 0
             if b + z * blocks < N:
                 owner[z] = owners[b + z * blocks]
+                if owner[z] >= count:
+                    owner[z] = -1
 
     return run
 

@@ -103,7 +103,8 @@ def gate(
             first = P.alloc_var(I32, init=seq * seq_rows + (b - seq * parts) * chunk if sums else 0)
             end = P.alloc_var(I32, init=P.min(first + chunk, (seq + 1) * seq_rows) if sums else 0)
             t = P.alloc_var(I32, init=0)
-            ep = P.alloc_var(I32, init=ep_rank[0] if "ep_rank" in has else ep_rank_value)
+            # a traced rank is not judged: no replica before the first one
+            ep = P.alloc_var(I32, init=P.max(ep_rank[0], 0) if "ep_rank" in has else ep_rank_value)
             tp = P.alloc_var(I32, init=tp_rank[0] if "tp_rank" in has else tp_rank_value)
             kind = P.alloc_var(I32, init=ROUTED)
             seed = P.alloc_var(U32, init=u32(0))

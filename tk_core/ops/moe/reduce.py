@@ -230,7 +230,7 @@ def reduce_bwd(P, K, H, x_dtype, out_dtype, has):
             total = P.alloc_local((each,), F32)
             shared = P.alloc_shared((R * max(1, by.threads // 32),), F32)
             if want_x:
-                read(owner, pos_to_token_topk, b, blocks_of(P, T, N), N)
+                read(owner, pos_to_token_topk, b, blocks_of(P, T, N), N, T * K)
             if b < T:
                 if want_weights:
                     # what has no row keeps the zero
