@@ -338,12 +338,15 @@ def test_load_balance_loss(fronts, E, K, B):
     counts, rows = oracle.group_count(idx, E, num_seqs=B), np.array([400 // B] * (B - 1) + [0], np.int32)
     for num_rows in (400 // B, rows):
         want = oracle.load_balance_loss(q, counts, num_rows, K, 0.01)
+        values, slopes = [], []
         for front in fronts:
-            np.testing.assert_allclose(front.moe("load_balance_loss", q, counts, num_rows, K, 0.01), want, rtol=1e-5)
-            given = front.put((counts, num_rows))
-            loss = np.ones((), np.float32)
-            (got,) = front.pull(lambda q, m=front.m, given=given: m.load_balance_loss(q, *given, K, 0.01), [q], [loss])
-            np.testing.assert_allclose(got, oracle.load_balance_loss_bwd(1, counts, num_rows, K, 0.01), rtol=1e-5)
+            values.append(front.moe("load_balance_loss", q, counts, num_rows, K, 0.01))
+            given, loss = front.put((counts, num_rows)), np.full((), 3, np.float32)
+            slopes += front.pull(lambda q, m=front.m, given=given: m.load_balance_loss(q, *given, K, 0.01), [q], [loss])
+        np.testing.assert_allclose(values[0], want, rtol=1e-5)
+        np.testing.assert_allclose(slopes[0], oracle.load_balance_loss_bwd(3, counts, num_rows, K, 0.01), rtol=1e-5)
+        agree(*values)
+        agree(*slopes)
     for front in fronts:
         uniform = np.full((B, E), 60 * B / E, np.float32), np.full((B, E), 60 * K * B // E or 1, np.int32)
         if 60 * K * B % E == 0:

@@ -66,6 +66,7 @@ def samples():
         "reduce_fused": ((normal(N, H), normal(T, K), WHERE, None, None), {"num_rows": N}),
         "reduce_fused_backward": ((normal(T, H), normal(N, H), normal(T, K), WHERE, SLOTS, normal(N)), {}),
         "scores_sum": ((scores, ON), {"num_seqs": 2}),
+        "load_balance_loss": ((normal(2, E), torch.ones(2, E, dtype=torch.int32), torch.ones(2, dtype=torch.int32)), {"num_aux_topk": K}),
         "moe_topk_gate_backward": ((scores, IDX, normal(T, K), normal(T, K), ON, normal(2, E)), {"scoring_func": "softmax"}),
         "top2_sum_gate": ((normal(T, E), normal(E), *[None] * 10), {**gate, "num_groups": 4, "num_topk_groups": 2}),
         "moe_topk_gate": (chosen, {**gate, "num_shared_experts": 1}),

@@ -21,9 +21,9 @@ from jax import Array
 from tk_core import config
 from tk_core.docs import documented, with_doc
 from tk_core.errors import type_error, value_error
-from tk_core.ops.moe import calls, counts, docs, expand, gate, gate_backward, indices, mapping, normalize, reduce, topk
+from tk_core.ops.moe import balance, calls, counts, docs, expand, gate, gate_backward, indices, mapping, normalize, reduce, topk
 from tk_core.ops.moe import scores_sum as sums
-from tk_core.ops.moe.balance import load_balance_loss, update_expert_bias
+from tk_core.ops.moe.balance import update_expert_bias
 from tk_core.ops.moe.calls import FusedMapping, GateOutput, max_num_expanded_tokens
 from tk_jax.vjp import bind, refuse_gradient
 
@@ -73,6 +73,7 @@ _expand_with_sf = bind(expand.expand_to_fused_with_sf)
 _expand_weights = bind(expand.expand_topk_weights)
 _reduce = bind(reduce.reduce_fused)
 _scores_sum = bind(sums.scores_sum)
+_load_balance_loss = bind(balance.load_balance_loss)
 
 
 # ------------------------------------------------------------------ debug mode
@@ -261,6 +262,12 @@ def moe_topk_gate_backward(
 @documented(sums.scores_sum)
 def scores_sum(scores: Array, mask: Array | None = None, num_seqs: int = 1) -> Array:
     return _scores_sum(scores, mask, num_seqs=num_seqs)
+
+
+@documented(balance.load_balance_loss)
+def load_balance_loss(scores_sum: Array, counts: Array, num_rows: int | Array, num_aux_topk: int, alpha: float | Array) -> Array:
+    counts, rows, attrs = balance.judge_loss(scores_sum, counts, num_rows, num_aux_topk, alpha)
+    return _load_balance_loss(scores_sum, counts, None if rows is None else rows.astype(jnp.int32), **attrs).reshape(()) * alpha
 
 
 # ------------------------------------------------------------------ counts

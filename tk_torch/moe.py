@@ -15,9 +15,9 @@ from torch import Tensor
 from tk_core import config
 from tk_core.docs import documented, with_doc
 from tk_core.errors import type_error, value_error
-from tk_core.ops.moe import calls, counts, docs, expand, gate, gate_backward, indices, mapping, normalize, reduce, topk
+from tk_core.ops.moe import balance, calls, counts, docs, expand, gate, gate_backward, indices, mapping, normalize, reduce, topk
 from tk_core.ops.moe import scores_sum as sums
-from tk_core.ops.moe.balance import load_balance_loss, update_expert_bias
+from tk_core.ops.moe.balance import update_expert_bias
 from tk_core.ops.moe.calls import FusedMapping, GateOutput, max_num_expanded_tokens
 from tk_core.ops.moe.scoring import ScoringFunc
 from tk_torch.launch import DTYPE_NAMES
@@ -74,6 +74,7 @@ _expand_weights = bind(expand.expand_topk_weights)
 _reduce = bind(reduce.reduce_fused)
 _reduce_backward = bind(reduce.reduce_fused_backward)
 _scores_sum = bind(sums.scores_sum)
+_load_balance_loss = bind(balance.load_balance_loss)
 
 _MAPS = tuple(mapping.get_fused_mapping.forward.outs)
 _is_compiling = torch.compiler.is_compiling
@@ -329,6 +330,12 @@ def moe_topk_gate_backward(
 @documented(sums.scores_sum)
 def scores_sum(scores: Tensor, mask: Tensor | None = None, num_seqs: int = 1) -> Tensor:
     return _scores_sum(scores, mask, num_seqs=num_seqs)
+
+
+@documented(balance.load_balance_loss)
+def load_balance_loss(scores_sum: Tensor, counts: Tensor, num_rows: int | Tensor, num_aux_topk: int, alpha: float | Tensor) -> Tensor:
+    counts, rows, attrs = balance.judge_loss(scores_sum, counts, num_rows, num_aux_topk, alpha)
+    return _load_balance_loss(scores_sum, counts, None if rows is None else rows.int(), **attrs).view(()) * alpha
 
 
 # ------------------------------------------------------------------ counts

@@ -47,6 +47,8 @@ def gates() -> Iterator[Bound]:
     grouped = {"num_topk": 8, "num_groups": 8, "num_topk_groups": 4, "scoring_func": "sigmoid"}
     yield from _both("top2_sum_gate", [_t(T, 256), _t(256)], grouped, {"d_topk_weights": _t(T, 8)})
     yield from _both("scores_sum", [_t(T, 256), _t(T, dtype=BOOL)], {"num_seqs": 4})
+    yield from _both("load_balance_loss", [_t(4, 256), _t(4, 256, dtype=I32)], {})
+    yield from _both("load_balance_loss", [_t(4, 256), _t(4, 256, dtype=I32), _t(4, dtype=I32)], {})
     backward = [_t(T, 256), _t(T, 8, dtype="int64"), _t(T, 8), _t(T, 8)]
     yield from _both("moe_topk_gate_backward", backward, {})
 
