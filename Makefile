@@ -29,6 +29,7 @@ $(VENV)-jax-oldest/.ready: pyproject.toml .ci/constraints-jax-oldest.txt
 test-jax-oldest: $(VENV)-jax-oldest/.ready
 	$(VENV)-jax-oldest/bin/python -m pytest -n $(WORKERS) $(addprefix tests/test_jax_,frontend.py transforms.py kernels.py sharding.py) $(ARGS)
 	$(VENV)-jax-oldest/bin/python -m pytest -n $(WORKERS) $(addprefix tests/test_quant_,casts.py golden_kernels.py errors.py jax.py) -k jax $(ARGS)
+	$(VENV)-jax-oldest/bin/python -m pytest -n $(WORKERS) $(addprefix tests/test_moe_,frontends.py errors.py jax.py) -k jax $(ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
