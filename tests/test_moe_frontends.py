@@ -369,3 +369,28 @@ def test_scoring_functions_have_names():
     assert ScoringFunc.from_str("SoftMax") is ScoringFunc.SOFTMAX
     with pytest.raises(ValueError, match="ScoringFunc: label: expected 'sigmoid' or"):
         ScoringFunc.from_str("relu")
+
+
+# ------------------------------------------------------------------ less memory
+
+
+@pytest.mark.parametrize("scoring", ["sigmoid", "sqrtsoftplus", "softmax"])
+def test_a_gate_that_is_computed_again_has_the_same_gradient(fronts, scoring):
+    """Under the frameworks' own checkpoints logits are kept instead of scores."""
+    logits, dw, dq = normal((64, 32)), normal((64, 4), 1), normal((2, 32), 2)
+    options = {"num_topk": 4, "use_shared_as_routed": False, "num_shared_experts": 0, "routed_scaling_factor": 2.0, "ep_rank": 0}
+    slopes = []
+    for front in fronts:
+
+        def gate(x, front=front):
+            out = front.m.moe_topk_gate(x, **options, scoring_func=scoring, num_seqs=2)
+            return out.topk_weights, out.scores_sum
+
+        def again(x, front=front, gate=gate):
+            if front.name == "jax":
+                return front.jax.checkpoint(gate)(x)
+            return front.torch.utils.checkpoint.checkpoint(gate, x, use_reentrant=False)
+
+        slopes += [front.pull(f, [logits], [dw, dq])[0] for f in (gate, again)]
+    for other in slopes[1:]:
+        agree(slopes[0], other)
