@@ -76,7 +76,6 @@ _reduce_backward = bind(reduce.reduce_fused_backward)
 _scores_sum = bind(sums.scores_sum)
 _load_balance_loss = bind(balance.load_balance_loss)
 
-_MAPS = tuple(mapping.get_fused_mapping.forward.outs)
 _is_compiling = torch.compiler.is_compiling
 
 
