@@ -76,11 +76,12 @@ def test_the_grouped_product_as_an_operator():
 
 
 @pytest.mark.gpu
-def test_a_graph_is_replayed_for_another_routing():
-    """Forward and backward of bf16 experts are captured: nothing waits for the device."""
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", {}), ("float32", {"expert_capacity": 32})], ids=str)
+def test_a_graph_is_replayed_for_another_routing(dtype, limit):
+    """Forward and backward are captured, of bf16 experts and of segments of one length: nothing waits for the device."""
     front = Torch()
-    values, x, _, _ = problem(**SMALL, dtype="bfloat16")
-    module = torch_module(front, values, {"num_topk": 2, "alpha": 0.1, "weights_in": "swiglu"})
+    values, x, _, _ = problem(**SMALL, dtype=dtype)
+    module = torch_module(front, values, {"num_topk": 2, "alpha": 0.1, "weights_in": "swiglu", **limit})
     given = front.array(x).requires_grad_()
 
     def step():

@@ -96,6 +96,16 @@ def test_mapping_as_long_as_the_routing_needs(name):
     agree(front.moe("get_fused_mapping", idx, E, 0, A, force_no_sync=True), mm.get_fused_mapping(idx, E, 0, A, True))
 
 
+@pytest.mark.parametrize("strides", [(0, 0), (3, 2)])
+def test_a_mapping_of_nothing_with_any_strides(strides):
+    """To torch, an empty tensor is contiguous whatever its strides are."""
+    torch = pytest.importorskip("torch")
+    front = FRONTS["torch"]()
+    idx = torch.empty(0, 6, dtype=torch.int64, device=front.device).as_strided((0, 6), strides)
+    assert idx.is_contiguous()
+    assert front.m.get_fused_mapping(idx, 3, 0, 16)[7] == [0, 0, 0]
+
+
 def test_jax_has_no_mapping_of_a_length_that_depends_on_data():
     idx, E, A = ROUTINGS["one"]
     text = "get_fused_mapping: num_expanded_tokens: expected a positive number, for shapes are static; or use fused_mapping, got 0"

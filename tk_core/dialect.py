@@ -92,7 +92,7 @@ class Dialect:
         prelude = options.pop("prelude", "")
         if self.cluster == 1:
             return T.Kernel(*blocks, prelude=prelude or None, **options)
-        return T.ClusterKernel(*blocks, cluster_dims=(self.cluster, 1, 1), prelude=prelude + _REMOTE, **options)
+        return T.ClusterKernel(*blocks, cluster_dims=(self.cluster, 1, 1), prelude=prelude + _CLUSTER, **options)
 
     def sync_cluster(self) -> Any:
         """A barrier of the cluster: what its blocks wrote before, to shared or to global memory, all of them see."""
@@ -109,6 +109,26 @@ class Dialect:
         if self.cluster == 1:
             return element
         return T.call_extern("int32", "tk_remote", T.address_of(element), rank)
+
+    # ---- what blocks of a cluster send each other: the only wait is the receiver's, and no block has to stay for a reader
+
+    def expect_mail(self, mail: Any, size: Any) -> Any:
+        """This block is going to receive that many bytes, counted in `mail`, an int64 of its shared memory. All threads call it, once."""
+        return None if self.cluster == 1 else T.evaluate(T.call_extern("int32", "tk_expect", T.address_of(mail[0]), size))
+
+    def open_mail(self) -> Any:
+        """A barrier of the block, and all blocks of the cluster expect their mail."""
+        return self.sync_threads() if self.cluster == 1 else T.evaluate(T.call_extern("int32", "tk_open"))
+
+    def send(self, element: Any, rank: Any, value: Any, mail: Any) -> Any:
+        """`value`, an int32, to the place of `element` in the shared memory of the block with that rank."""
+        if self.cluster == 1:
+            return T.buffer_store(element.buffer, value, element.indices)
+        return T.evaluate(T.call_extern("int32", "tk_send", T.address_of(element), rank, value, T.address_of(mail[0])))
+
+    def await_mail(self, mail: Any) -> Any:
+        """All bytes that this block expects have come. All threads call it."""
+        return self.sync_threads() if self.cluster == 1 else T.evaluate(T.call_extern("int32", "tk_await", T.address_of(mail[0])))
 
     # ---- conversions: `dtype` is always the logical one
 
@@ -174,7 +194,7 @@ class Dialect:
         return _c_sum(a, out, outer or [1], n, lanes)
 
 
-_REMOTE = """
+_CLUSTER = """
 static __device__ __forceinline__ int tk_remote(const void* own, int rank) {
   unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(own));
   int value;
@@ -184,6 +204,36 @@ static __device__ __forceinline__ int tk_remote(const void* own, int rank) {
 }
 static __device__ __forceinline__ int tk_leave() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+  return 0;
+}
+static __device__ __forceinline__ int tk_expect(const void* mail, int bytes) {
+  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(mail));
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1; fence.mbarrier_init.release.cluster;" :: "r"(address) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(address), "r"(bytes) : "memory");
+  }
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  return 0;
+}
+static __device__ __forceinline__ int tk_open() {
+  __syncthreads();
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  return 0;
+}
+static __device__ __forceinline__ int tk_send(const void* place, int rank, int value, const void* mail) {
+  unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(place)), counter = static_cast<unsigned>(__cvta_generic_to_shared(mail));
+  asm volatile("{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %1; mapa.shared::cluster.u32 bar, %2, %1;"
+               " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [there], %3, [bar]; }"
+               :: "r"(to), "r"(rank), "r"(counter), "r"(value) : "memory");
+  return 0;
+}
+static __device__ __forceinline__ int tk_await(const void* mail) {
+  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(mail)), done = 0;
+  while (!done) {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(address) : "memory");
+  }
   return 0;
 }
 """

@@ -28,13 +28,15 @@ _MAX_PLANS = 4096
 class _TorchPlan:
     """A plan with torch's names: what `Runner.run` needs, and nothing to look up."""
 
-    __slots__ = ("allocate", "cuda", "device", "flat", "given", "names", "rest", "results", "steps", "zeros")
+    __slots__ = ("allocate", "cuda", "device", "empty", "flat", "given", "names", "rest", "results", "steps", "zeros")
 
-    def __init__(self, plan: Plan, device: torch.device, wanted: frozenset[str]) -> None:
+    def __init__(self, plan: Plan, device: torch.device, tensors: Sequence[Tensor | None], wanted: frozenset[str]) -> None:
         slots = {name: i for i, name in enumerate(plan.rule.slots)}
         self.device = device
         self.cuda = device.index if device.type == "cuda" else None
         self.allocate = tuple((slot, shape, _strides(shape), getattr(torch, dtype)) for slot, shape, dtype in (*plan.outs, *plan.work))
+        # an empty tensor is contiguous with any strides to torch, to a kernel with its own only
+        self.empty = tuple((i, t.shape, _strides(t.shape), t.dtype) for i, t in enumerate(tensors) if t is not None and not t.numel())
         self.zeros = plan.zeros if not plan.steps else ()
         self.results = tuple(slots[name] if name in wanted else -1 for name in plan.rule.outs)
         self.rest = [None] * plan.num_slots
@@ -138,6 +140,8 @@ class Runner:
         for slot, shape, strides, dtype in plan.allocate:
             if memory[slot] is None:
                 memory[slot] = _empty(shape, strides, dtype=dtype, device=device)
+        for slot, shape, strides, dtype in plan.empty:
+            memory[slot] = _empty(shape, strides, dtype=dtype, device=device)
         for slot in plan.zeros:
             memory[slot].zero_()
         arrays = memory if plan.flat is None else _flatten(memory, plan.flat)
@@ -180,7 +184,7 @@ class Runner:
         attrs = dict(zip(rule.attrs, values, strict=True))
         types = types_of(tensors)
         rule.bind(types, attrs)  # judge before a target is asked for
-        plan = _TorchPlan(Plan(rule, target_of(device), types, attrs, wanted), device, wanted)
+        plan = _TorchPlan(Plan(rule, target_of(device), types, attrs, wanted), device, tensors[: self.num_ins], wanted)
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         self._plans[key] = plan

@@ -61,21 +61,24 @@ def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, N
 _grouped_product.register_autograd(_gradients, setup_context=_save)
 
 
-def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+def grouped_product(x: Tensor, w: Tensor, ends: Tensor | None) -> Tensor:
     """out[start_e : end_e] = x[start_e : end_e] @ w[e] for all segments, which follow each other from row 0.
 
-    bf16 on CUDA is one `grouped_mm`, which leaves the rows behind the last segment unwritten, in the result and in the gradient of x:
-    nothing but operations on single rows may follow until those rows are dropped. Everything else is a loop over the segments,
-    which on CUDA waits for their bounds.
+    Segments of one length are one `bmm`. Of others, bf16 on CUDA is one `grouped_mm`, which leaves the rows behind the last segment
+    unwritten, in the result and in the gradient of x: nothing but operations on single rows may follow until those rows are dropped.
+    Everything else is a loop over the segments, which on CUDA waits for their bounds.
 
     Args:
         x: (N, H).
         w: (E, H, F), in the dtype of x.
-        ends: (E,) int32, ascending, at most N.
+        ends: (E,) int32, ascending, at most N; None where all segments have N / E rows.
 
     Returns:
         (N, F).
     """
+    if ends is None:
+        experts, hidden, features = w.shape
+        return torch.bmm(x.view(experts, x.shape[0] // experts, hidden), w).view(x.shape[0], features)
     if x.is_cuda and x.dtype is torch.bfloat16 and x.shape[0] > 0:
         return F.grouped_mm(x, w, offs=ends)
     return _grouped_product(x, w, ends)
@@ -236,13 +239,14 @@ class MoE(nn.Module):
             topk_idx, num_experts=self.w1.shape[0], alignment=self.alignment,
             num_expanded_tokens=self.num_expanded_tokens, expert_capacity=self.expert_capacity,
         )  # fmt: skip
+        ends = None if self.expert_capacity else mapping.expert_end
         expanded = moe.expand_to_fused(rows, mapping.token_topk_to_pos, mapping.pos_to_expert)
-        hidden = grouped_product(expanded, self.w1.to(rows.dtype), mapping.expert_end)
+        hidden = grouped_product(expanded, self.w1.to(rows.dtype), ends)
         w_row = None
         if self.weights_in == "swiglu":
             w_row = moe.expand_topk_weights(weights, mapping.token_topk_to_pos, mapping.pos_to_token_topk)
         activation = checkpoint(swiglu, hidden, w_row, use_reentrant=False, preserve_rng_state=False)
-        results = grouped_product(activation, self.w2.to(rows.dtype), mapping.expert_end)
+        results = grouped_product(activation, self.w2.to(rows.dtype), ends)
         y = moe.reduce_fused(results, weights if self.weights_in == "reduce" else None, mapping.token_topk_to_pos)
         return y, mapping.num_dropped
 

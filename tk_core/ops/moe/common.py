@@ -105,27 +105,25 @@ class Threads:
 
 
 def read_owners(P):
-    """Macro: owner[z] = the owner of row b + z * blocks, -1 where it is none of `count`, zero behind the last row. Read early."""
+    """Macro: owner[z] = the owner of row b + z * blocks, zero behind the last row. Read early, looked at late: nobody waits for it."""
 
     @P.macro
-    def run(owner, owners, b, blocks, N, count):
+    def run(owner, owners, b, blocks, N):
         for z in loop(P, CLEARED):
             owner[z] = 0
             if b + z * blocks < N:
                 owner[z] = owners[b + z * blocks]
-                if owner[z] >= count:
-                    owner[z] = -1
 
     return run
 
 
-def clear_rows(P, by: Threads):
-    """Macro: zeros to the rows b + z * blocks that nobody owns."""
+def clear_rows(P, by: Threads, count=MAX_FLAT):
+    """Macro: zeros to the rows b + z * blocks that nobody owns, or an owner that is none of `count`."""
 
     @P.macro
     def run(out, owner, b, blocks):
         for z in loop(P, CLEARED):
-            if owner[z] < 0:
+            if owner[z] < 0 or owner[z] >= count:
                 for step in P.serial(by.steps):
                     for i in loop(P, by.each):
                         if by.unit(P, step, i) < by.units:

@@ -12,7 +12,7 @@ from tk_core.errors import value_error
 from tk_core.op import Env, Launch, declare
 from tk_core.ops.mhc.common import thread
 from tk_core.ops.moe.common import BATCH, EXPLICIT, F32, I32, MAX_FLAT, SHARED_GROUPS, THREADS, check_flat, load_batch, parts_of
-from tk_core.ops.moe.histograms import COLUMNS, SLICES, cluster_steps, count_in_cluster, sum_column, total_of
+from tk_core.ops.moe.histograms import COLUMNS, SLICES, ClusterCounts, sum_column
 from tk_core.ops.quant.bits import divide
 
 # Entries of a sequence that one cluster takes alone, and the most sequences that do.
@@ -27,25 +27,24 @@ ALONE_SEQS = 64
 def count_groups_alone(P, K, G, group_idx_dtype):
     """A cluster takes a sequence."""
     T, S = P.dynamic("T"), P.dynamic("S")
-    C, threads = P.cluster, 1 if P.cpu else THREADS
-    count_up, sum_up = count_in_cluster(P, G), total_of(P)
+    C, by = P.cluster, ClusterCounts(P, G)
+    count_up, sum_up = by.count(), by.sum()
 
     @P.prim_func
     def main(group_idx: P.Tensor((T, K), group_idx_dtype), counts: P.Tensor((S, G), I32), length: P.int32):
-        with P.ClusterKernel(C, S, threads=threads) as (b, s):
+        with P.ClusterKernel(C, S, threads=by.threads) as (b, s):
             group_idx = P.view(group_idx, (T * K,), group_idx_dtype)
-            own = P.alloc_shared((G,), I32)
+            slot = P.alloc_shared((C, by.own), I32)
             total = P.alloc_local((1,), I32)
             share = P.ceildiv(length, C)
             begin = P.alloc_var(I32, init=s * length + b * share)
             end = P.alloc_var(I32, init=s * length + P.min((b + 1) * share, length))
-            count_up(group_idx, own, begin, end)
-            for r in P.serial(cluster_steps(P, G)):
-                g = (r * threads + thread(P)) * C + b
+            count_up(group_idx, slot, b, begin, end)
+            for step in P.serial(by.steps):
+                g = by.group(step, b)
                 if g < G:
-                    sum_up(own, g, total)
+                    sum_up(slot, g, total)
                     counts[s, g] = total[0]
-            P.leave_cluster()
 
     return main
 
@@ -53,25 +52,24 @@ def count_groups_alone(P, K, G, group_idx_dtype):
 def fractions_alone(P, K, G, topk_idx_dtype):
     """A cluster takes all entries."""
     T = P.dynamic("T")
-    C, threads = P.cluster, 1 if P.cpu else THREADS
-    count_up, sum_up = count_in_cluster(P, G), total_of(P)
+    C, by = P.cluster, ClusterCounts(P, G)
+    count_up, sum_up = by.count(), by.sum()
 
     @P.prim_func
     def main(topk_idx: P.Tensor((T, K), topk_idx_dtype), f: P.Tensor((G,), F32), length: P.int32, divisor: P.int64):
-        with P.ClusterKernel(C, threads=threads) as b:
+        with P.ClusterKernel(C, threads=by.threads) as b:
             topk_idx = P.view(topk_idx, (T * K,), topk_idx_dtype)
-            own = P.alloc_shared((G,), I32)
+            slot = P.alloc_shared((C, by.own), I32)
             total = P.alloc_local((1,), I32)
             share = P.ceildiv(length, C)
             begin = P.alloc_var(I32, init=b * share)
             end = P.alloc_var(I32, init=P.min((b + 1) * share, length))
-            count_up(topk_idx, own, begin, end)
-            for r in P.serial(cluster_steps(P, G)):
-                e = (r * threads + thread(P)) * C + b
+            count_up(topk_idx, slot, b, begin, end)
+            for step in P.serial(by.steps):
+                e = by.group(step, b)
                 if e < G:
-                    sum_up(own, e, total)
+                    sum_up(slot, e, total)
                     f[e] = fraction(P, total[0], G, divisor)
-            P.leave_cluster()
 
     return main
 
@@ -79,8 +77,8 @@ def fractions_alone(P, K, G, topk_idx_dtype):
 def ends_alone(P, K, G, topk_idx_dtype, has):
     """A cluster takes all entries."""
     T = P.dynamic("T")
-    C, threads = P.cluster, 1 if P.cpu else THREADS
-    count_up, sum_up = count_in_cluster(P, G), total_of(P)
+    C, by = P.cluster, ClusterCounts(P, G)
+    count_up, sum_up = by.count(), by.sum()
     bounded = "expert_end" in has
 
     @P.prim_func
@@ -91,20 +89,19 @@ def ends_alone(P, K, G, topk_idx_dtype, has):
         psum: P.Tensor((G,), I32),
         length: P.int32,
     ):
-        with P.ClusterKernel(C, threads=threads) as b:
+        with P.ClusterKernel(C, threads=by.threads) as b:
             topk_idx = P.view(topk_idx, (T * K,), topk_idx_dtype)
-            own = P.alloc_shared((G,), I32)
+            slot = P.alloc_shared((C, by.own), I32)
             total = P.alloc_local((1,), I32)
             share = P.ceildiv(length, C)
             begin = P.alloc_var(I32, init=b * share)
             end = P.alloc_var(I32, init=P.min((b + 1) * share, length))
-            count_up(topk_idx, own, begin, end)
-            for r in P.serial(cluster_steps(P, G)):
-                e = (r * threads + thread(P)) * C + b
+            count_up(topk_idx, slot, b, begin, end)
+            for step in P.serial(by.steps):
+                e = by.group(step, b)
                 if e < G:
-                    sum_up(own, e, total)
+                    sum_up(slot, e, total)
                     psum[e] = P.min(expert_start[e] + total[0], expert_end[e]) if bounded else expert_start[e] + total[0]
-            P.leave_cluster()
 
     return main
 

@@ -15,7 +15,6 @@ from tk_core.ops.moe.common import (
     EXPLICIT,
     F32,
     I32,
-    MAX_FLAT,
     Threads,
     blocks_of,
     check_flat,
@@ -77,7 +76,7 @@ def expand(P, K, H, x_dtype):
             x = P.view(x, (T, by.count), by.dtype)
             out = P.view(out, (N, by.count), by.dtype)
             pos, owner = P.alloc_local((K,), I32), P.alloc_local((CLEARED,), I32)
-            read(owner, pos_to_expert, b, blocks_of(P, T, N), N, MAX_FLAT)
+            read(owner, pos_to_expert, b, blocks_of(P, T, N), N)
             if b < T:
                 locate(pos, token_topk_to_pos, b, N)
                 move(x, out, b, pos)
@@ -118,7 +117,7 @@ def expand_with_sf(P, K, C, S, x_dtype, sf_dtype, col):
             out_sf = P.view(out_sf, (D0, D1), scale)
             pos, owner = P.alloc_local((K,), I32), P.alloc_local((CLEARED,), I32)
             scales = P.alloc_local((mine,), scale)
-            read(owner, pos_to_expert, b, blocks_of(P, T, N), N, MAX_FLAT)
+            read(owner, pos_to_expert, b, blocks_of(P, T, N), N)
             if b < T:
                 locate(pos, token_topk_to_pos, b, N)
                 for s in loop(P, mine):

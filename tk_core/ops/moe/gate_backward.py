@@ -89,7 +89,7 @@ def backward(P, E, K, C, scoring_func, idx, routed, aux, masked):
                 sum_of(total)
                 sum_of(dot)
                 factor = select(total[0] > P.f32(0) and flag(P, mask, t, masked) > 0, P.f32(1) / P.max(total[0], smallest(P)), P.f32(0))
-                mean = dot[0] * factor
+                mean = P.mul(dot[0], factor)
             if routed:
                 for s in row.slots(P, K):
                     k = s + lane

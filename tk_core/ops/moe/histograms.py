@@ -1,54 +1,82 @@
 """Histograms of indices and their sums: within a cluster of blocks, and over rows of counts that many programs have left."""
 
 from tk_core.ops.mhc.common import thread
-from tk_core.ops.moe.common import I32, THREADS, load_batch
+from tk_core.ops.moe.common import I32, THREADS, index_of
 
 # A block adds up that many columns of counts, so many rows at a time.
 COLUMNS, SLICES = 32, 32
-# Entries of a thread of a cluster that are on their way at a time.
-ALONE_BATCH = 16
+# Entries that a thread of a cluster has on their way at a time: so many parts of so many, of which none is tried behind the end.
+CHUNKS, CHUNK = 4, 4
 
 
-def count_in_cluster(P, G: int):
-    """Macro: counts[:] of one block of a cluster, which can then be read by the others."""
-    threads = 1 if P.cpu else THREADS
-    batch = 1 if P.cpu else ALONE_BATCH
-    load = load_batch(P)
+class ClusterCounts:
+    """Counts of a cluster. Every block counts its entries, and sends the counts of group g to block g % P.cluster, which adds them up.
 
-    @P.macro
-    def run(idx, counts, begin, end):
-        value = P.alloc_local((batch,), I32)
-        load(value, idx, begin + thread(P), threads, end, G)
-        for r in P.serial(-(-G // threads)):
-            if r * threads + thread(P) < G:
-                counts[r * threads + thread(P)] = 0
-        P.sync_threads()
-        for r in P.serial(P.ceildiv(end - begin, threads * batch)):
-            if r > 0:
-                load(value, idx, begin + r * batch * threads + thread(P), threads, end, G)
-            for u in P.unroll(batch):
-                if value[u] >= 0:
-                    P.atomic_add(counts[value[u]], 1)
-        P.sync_cluster()
+    A kernel calls count, then for every step the sum of group(step, b) where that is below G.
+    """
 
-    return run
+    def __init__(self, P, G: int):
+        self.P, self.G = P, G
+        self.threads = 1 if P.cpu else THREADS
+        # groups of a block, and steps in which its threads take them
+        self.own = -(-G // P.cluster)
+        self.steps = -(-self.own // self.threads)
 
+    def group(self, step, b):
+        """The group of a thread."""
+        return (step * self.threads + thread(self.P)) * self.P.cluster + b
 
-def total_of(P):
-    """Macro: total[0] = the sum of a count over the blocks of a cluster."""
+    def count(self):
+        """Macro: slot[r, j] = entries of block r of the cluster that equal group j * P.cluster + b."""
+        P, G, threads = self.P, self.G, self.threads
+        C, chunks, chunk = P.cluster, 1 if P.cpu else CHUNKS, 1 if P.cpu else CHUNK
 
-    @P.macro
-    def run(counts, g, total):
-        total[0] = 0
-        for r in P.unroll(P.cluster):
-            total[0] = total[0] + P.remote(counts[g], r)
+        @P.macro
+        def run(idx, slot, b, begin, end):
+            counts = P.alloc_shared((G,), I32)
+            mail = P.alloc_shared((1,), "int64")
+            raw = P.alloc_local((chunks * chunk,), idx.dtype)
+            value, at, left = P.alloc_local((1,), I32), P.alloc_local((1,), I32), P.alloc_local((1,), I32)
+            P.expect_mail(mail, (G - b + C - 1) // C * C * 4)
+            for r in P.serial(-(-G // threads)):
+                if r * threads + thread(P) < G:
+                    counts[r * threads + thread(P)] = 0
+            for step in P.serial(P.max(1, P.ceildiv(end - begin, threads * chunks * chunk))):
+                at[0] = begin + step * (threads * chunks * chunk) + thread(P)
+                left[0] = end - at[0]
+                for c in P.unroll(chunks):
+                    if c * chunk * threads < left[0] + thread(P):
+                        for u in P.unroll(chunk):
+                            far = (c * chunk + u) * threads
+                            raw[c * chunk + u] = P.if_then_else(far < left[0], idx[at[0] + far], P.Cast(idx.dtype, -1))
+                if step == 0:
+                    P.sync_threads()
+                for c in P.unroll(chunks):
+                    if c * chunk * threads < left[0] + thread(P):
+                        for u in P.unroll(chunk):
+                            value[0] = index_of(P, raw[c * chunk + u], G)
+                            if value[0] >= 0:
+                                P.atomic_add(counts[value[0]], 1)
+            P.open_mail()
+            for r in P.serial(-(-G // threads)):
+                g = r * threads + thread(P)
+                if g < G:
+                    P.send(slot[b, g // C], g % C, counts[g], mail)
+            P.await_mail(mail)
 
-    return run
+        return run
 
+    def sum(self):
+        """Macro: total[0] = the count of a group of this block."""
+        P = self.P
 
-def cluster_steps(P, G: int) -> int:
-    """Steps in which the threads of a cluster take the groups."""
-    return -(-G // (P.cluster * (1 if P.cpu else THREADS)))
+        @P.macro
+        def run(slot, g, total):
+            total[0] = 0
+            for r in P.unroll(P.cluster):
+                total[0] = total[0] + slot[r, g // P.cluster]
+
+        return run
 
 
 def sum_column(P):

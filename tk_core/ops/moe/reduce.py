@@ -129,7 +129,7 @@ def reduce_bwd(P, K, H, x_dtype, out_dtype, has):
     if want_weights and "x" not in has:
         raise value_error("reduce_fused_backward", "x", "an array, for the gradient of the weights", None)
     each = sums_of_thread(P, R, by.threads)
-    read, clear, sums = read_owners(P), clear_rows(P, by), block_sums(P)
+    read, clear, sums = read_owners(P), clear_rows(P, by, T * K), block_sums(P)
     locate, following = slots.locate(P, weighted, False), slots.next(P)
 
     @P.prim_func
@@ -156,7 +156,7 @@ def reduce_bwd(P, K, H, x_dtype, out_dtype, has):
             total = P.alloc_local((each,), F32)
             shared = P.alloc_shared((R * max(1, by.threads // 32),), F32)
             if want_x:
-                read(owner, pos_to_token_topk, b, blocks_of(P, T, N), N, T * K)
+                read(owner, pos_to_token_topk, b, blocks_of(P, T, N), N)
             if b < T:
                 if want_weights:
                     # what has no row keeps the zero
