@@ -10,6 +10,8 @@ from moe_dense import PARAMETERS, choose
 from tk_core.layers import moe_init
 
 GRADIENTS = ("x", *PARAMETERS)
+# less than the default: rows of padding are most of a small buffer
+ALIGNMENT = 16
 SMALL = {"rows": 40, "hidden": 64, "intermediate": 16, "experts": 8, "topk": 2}
 
 # ------------------------------------------------------------------ inputs
@@ -67,7 +69,7 @@ def torch_module(front, values, options):
     from tk_torch.nn import MoE
 
     hidden, experts = values["router"].shape
-    options = {"num_shared_experts": values["w1"].shape[0] - experts, **options}
+    options = {"num_shared_experts": values["w1"].shape[0] - experts, "alignment": ALIGNMENT, **options}
     module = MoE(hidden, values["w2"].shape[1], experts, **options, device=front.device)
     module.load_state_dict({name: front.array(value) for name, value in values.items()})
     return module
@@ -90,7 +92,7 @@ def jax_layer(front, **options):
 
     def run(params, x, d_y, mask, routing):
         def call(params, x):
-            y, aux = moe(params, x, mask=mask, routing=routing, **options)
+            y, aux = moe(params, x, mask=mask, routing=routing, **{"alignment": ALIGNMENT, **options})
             return (y, aux.loss), aux
 
         if d_y is None:

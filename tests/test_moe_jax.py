@@ -276,6 +276,7 @@ def test_gradients_that_there_are_not():
 def test_nothing_can_be_differentiated_twice():
     w, logits = jnp.asarray(normal((T, K))), jnp.asarray(normal((T, E)))
     rows, x = jnp.asarray(normal((N, H))), jnp.asarray(normal((T, H)))
+    wide, matrices = jnp.ones((N, 64), jnp.bfloat16), jnp.ones((E, 64, 64), jnp.bfloat16)
     for name, call, primal in (
         ("normalize_weight", lambda w: moe.normalize_weight(w)[1], w),
         ("scores_sum", moe.scores_sum, jnp.abs(logits)),
@@ -284,6 +285,7 @@ def test_nothing_can_be_differentiated_twice():
         ("expand_to_fused", lambda x: moe.expand_to_fused(x, WHERE, OWNERS), x),
         ("expand_topk_weights", lambda w: moe.expand_topk_weights(w, WHERE, SLOTS), w),
         ("reduce_fused", lambda w: moe.reduce_fused(rows, w, WHERE), w),
+        ("grouped_gemm", lambda x: moe.grouped_gemm(x, matrices, OWNERS, MAPS.expert_start, MAPS.expert_end), wide),
     ):
         once = jax.grad(lambda p, call=call: (call(p) ** 2).sum())
         assert np.isfinite(once(primal)).all()

@@ -31,6 +31,17 @@ def test_values_and_gradients(front, dtype, weights_in):
         assert all(difference(got[name], want[name]) < 1e-5 for name in ("y", *GRADIENTS))
 
 
+@pytest.mark.parametrize("weights_in", ["reduce", "swiglu"])
+@pytest.mark.parametrize("limit", [{}, {"num_expanded_tokens": 1000}, {"expert_capacity": 128}], ids=str)
+def test_segments_of_whole_blocks(front, weights_in, limit):
+    """The default alignment: products by `grouped_gemm`, or batched ones."""
+    values, x, d_y, idx = problem(rows=100, hidden=128, intermediate=64, experts=8, topk=2, dtype="bfloat16")
+    got = run_layer(front, values, x, d_y, num_topk=2, weights_in=weights_in, alignment=128, **limit)
+    want = dense(values, x, idx, d_y)
+    assert got["num_dropped"] == 0
+    assert all(difference(got[name], want[name]) < 2e-5 for name in ("y", *GRADIENTS))
+
+
 @pytest.mark.parametrize("scoring_func", ["sigmoid", "softmax"])
 def test_sequences_mask_and_scoring(front, scoring_func):
     """The loss is that of every sequence; masked rows take no part."""

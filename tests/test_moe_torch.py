@@ -63,6 +63,7 @@ def samples():
         "expand_to_fused": ((normal(T, H), WHERE, OWNERS), {}),
         "expand_to_fused_with_sf": ((*codes, WHERE, OWNERS), {"num_per_channels": 128, "col": True}),
         "expand_topk_weights": ((normal(T, K), WHERE, SLOTS), {}),
+        "grouped_gemm": ((normal(N, 64).bfloat16(), normal(E, 64, 64).bfloat16(), OWNERS, MAPS.expert_start, MAPS.expert_end), {}),
         "reduce_fused": ((normal(N, H), normal(T, K), WHERE, None, None), {"num_rows": N}),
         "reduce_fused_backward": ((normal(T, H), normal(N, H), normal(T, K), WHERE, SLOTS, normal(N)), {}),
         "scores_sum": ((scores, ON), {"num_seqs": 2}),

@@ -21,7 +21,7 @@ from jax import Array
 from tk_core import config
 from tk_core.docs import documented, with_doc
 from tk_core.errors import type_error, value_error
-from tk_core.ops.moe import balance, calls, counts, docs, expand, gate, gate_backward, indices, mapping, normalize, reduce, topk
+from tk_core.ops.moe import balance, calls, counts, docs, expand, gate, gate_backward, gemm, indices, mapping, normalize, reduce, topk
 from tk_core.ops.moe import scores_sum as sums
 from tk_core.ops.moe.balance import update_expert_bias
 from tk_core.ops.moe.calls import FusedMapping, GateOutput, max_num_expanded_tokens
@@ -37,6 +37,7 @@ __all__ = [
     "fused_mapping",
     "get_fused_mapping",
     "group_count",
+    "grouped_gemm",
     "load_balance_loss",
     "mask_indices_by_tp",
     "max_num_expanded_tokens",
@@ -71,6 +72,7 @@ _fused_mapping = bind(mapping.fused_mapping)
 _expand = bind(expand.expand_to_fused)
 _expand_with_sf = bind(expand.expand_to_fused_with_sf)
 _expand_weights = bind(expand.expand_topk_weights)
+_grouped_gemm = bind(gemm.grouped_gemm)
 _reduce = bind(reduce.reduce_fused)
 _scores_sum = bind(sums.scores_sum)
 _load_balance_loss = bind(balance.load_balance_loss)
@@ -371,6 +373,11 @@ def expand_to_fused_with_sf(
 def expand_topk_weights(topk_weights: Array, token_topk_to_pos: Array, pos_to_token_topk: Array) -> Array:
     _judge_positions("expand_topk_weights", token_topk_to_pos, pos_to_token_topk)
     return _expand_weights(topk_weights, token_topk_to_pos, pos_to_token_topk)
+
+
+@documented(gemm.grouped_gemm)
+def grouped_gemm(x: Array, w: Array, pos_to_expert: Array, expert_start: Array, expert_end: Array) -> Array:
+    return _grouped_gemm(x, w, pos_to_expert, expert_start, expert_end)
 
 
 @documented(

@@ -15,7 +15,7 @@ from torch import Tensor
 from tk_core import config
 from tk_core.docs import documented, with_doc
 from tk_core.errors import type_error, value_error
-from tk_core.ops.moe import balance, calls, counts, docs, expand, gate, gate_backward, indices, mapping, normalize, reduce, topk
+from tk_core.ops.moe import balance, calls, counts, docs, expand, gate, gate_backward, gemm, indices, mapping, normalize, reduce, topk
 from tk_core.ops.moe import scores_sum as sums
 from tk_core.ops.moe.balance import update_expert_bias
 from tk_core.ops.moe.calls import FusedMapping, GateOutput, max_num_expanded_tokens
@@ -34,6 +34,7 @@ __all__ = [
     "fused_mapping",
     "get_fused_mapping",
     "group_count",
+    "grouped_gemm",
     "inplace_unique_group_indices",
     "load_balance_loss",
     "mask_indices_by_tp",
@@ -71,6 +72,7 @@ _fused_mapping = bind(mapping.fused_mapping)
 _expand = bind(expand.expand_to_fused)
 _expand_with_sf = bind(expand.expand_to_fused_with_sf)
 _expand_weights = bind(expand.expand_topk_weights)
+_grouped_gemm = bind(gemm.grouped_gemm)
 _reduce = bind(reduce.reduce_fused)
 _reduce_backward = bind(reduce.reduce_fused_backward)
 _scores_sum = bind(sums.scores_sum)
@@ -455,6 +457,11 @@ def expand_to_fused_with_sf(
 def expand_topk_weights(topk_weights: Tensor, token_topk_to_pos: Tensor, pos_to_token_topk: Tensor) -> Tensor:
     _judge_positions("expand_topk_weights", token_topk_to_pos, pos_to_token_topk)
     return _expand_weights(topk_weights, token_topk_to_pos, pos_to_token_topk)
+
+
+@documented(gemm.grouped_gemm)
+def grouped_gemm(x: Tensor, w: Tensor, pos_to_expert: Tensor, expert_start: Tensor, expert_end: Tensor) -> Tensor:
+    return _grouped_gemm(x, w, pos_to_expert, expert_start, expert_end)
 
 
 @documented(

@@ -114,6 +114,9 @@ def own_rows() -> Iterator[Row]:
         yield Row("reduce_fused", calls.reduce, moved | {"dtype": "bf16"})
         yield Row("reduce_fused_backward", calls.reduce_backward, moved | {"dtype": "bf16"}, direction="bwd")
         yield Row("reduce_fused_backward", calls.reduce_backward, moved | {"dtype": "bf16", "rows_only": True}, direction="bwd")
+        for result in ("out", "d_x", "d_w"):
+            sizes = moved | {"F": 1024, "result": result}
+            yield Row("grouped_gemm", calls.grouped_gemm, sizes, direction="fwd" if result == "out" else "bwd")
     yield Row("routing_chain", calls.routing_chain, {"T": 8192, "K": 6, "E": 64, "H": 4096, "A": 128})
 
 

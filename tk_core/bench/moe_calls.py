@@ -16,6 +16,7 @@ import torch
 
 from tk_core.bench.moe_inputs import Part, Source, array, differs, far, first, sample
 from tk_core.ops.moe.expand import expand_to_fused
+from tk_core.ops.moe.gemm import grouped_gemm as gemm
 from tk_core.reference import moe as oracle
 from tk_core.reference import moe_gate as gates
 from tk_core.reference import moe_mapping as maps
@@ -330,6 +331,31 @@ def reduce_backward(
     b = grad.element_size() * H
     count = b * (m.T + m.N) + 4 * m.N + 4 * m.T * m.K + (0 if rows_only else b * m.V + 8 * m.T * m.K)
     return Call(run, check, count, m.V, m.N)
+
+
+def grouped_gemm(source: Source, T: int, K: int, E: int, EP: int, H: int, F: int, A: int, result: str, fixed: bool = False) -> Call:
+    """`result`: the products, or one of their gradients by its rule. Two experts are compared with products in fp64."""
+    m = Layout(source, T, K, E, EP, A, fixed)
+    x, d_out = (moe.expand_to_fused(source.normal(m.T, C, dtype=torch.bfloat16), m.where, m.owners) for C in (H, F))
+    w, (starts, ends) = (source.normal(E, H, F) / math.sqrt(H)).to(torch.bfloat16), m.maps[4:6]
+    backward, wanted = bind(gemm).backward, ("d_x", "d_w", "out").index(result)
+
+    def run() -> torch.Tensor:
+        if result == "out":
+            return moe.grouped_gemm(x, w, m.owners, starts, ends)
+        return backward.run([d_out, x, w, m.owners, starts, ends], (), 1 << wanted)[wanted]
+
+    def check(got: torch.Tensor) -> str:
+        for e in sample(E, 2):
+            rows = slice(int(starts[e]), int(ends[e]))
+            factors = {"out": (x[rows], w[e]), "d_x": (d_out[rows], w[e].T), "d_w": (x[rows].T, d_out[rows])}
+            want = torch.matmul(*(t.double() for t in factors[result]))
+            part = (got[e] if result == "d_w" else got[rows]).double()
+            if not ((part - want).norm() <= 4e-3 * want.norm()):
+                return f"{result} of expert {e} is not within its tolerance"
+        return ""
+
+    return Call(run, check, 2 * (m.N * H + m.N * F + E * H * F), m.V, m.N)
 
 
 def routing_chain(source: Source, T: int, K: int, E: int, H: int, A: int) -> Call:

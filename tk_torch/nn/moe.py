@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tk_core.layers import MoEAux, check_moe, identity_map, moe_init
+from tk_core.layers import MoEAux, check_moe, identity_map, moe_init, takes_grouped_gemm
 from tk_torch import moe
 
 # ------------------------------------------------------------------ grouped product
@@ -117,7 +117,8 @@ class MoE(nn.Module):
         routed_scaling_factor: of the routed weights, whose sum is 1 without it.
         num_groups: groups of experts; equal to num_topk_groups or 0 for no limit.
         num_topk_groups: groups that a row's experts come from.
-        alignment: A, rows of an expert's segment are a multiple of it.
+        alignment: A, rows of an expert's segment are a multiple of it. With a multiple of 128, and F of 64, the products of bf16 rows are
+            `grouped_gemm`, the same to the bit in both frameworks.
         weights_in: where the weights multiply: "reduce", the results of experts, or "swiglu", their activation. Equal in exact arithmetic;
             the second needs no results of experts in the backward pass.
         alpha: of the load-balance loss, whose sequences are the first axis of a 3-D x.
@@ -146,7 +147,7 @@ class MoE(nn.Module):
         routed_scaling_factor: float = 1.0,
         num_groups: int = 0,
         num_topk_groups: int = 0,
-        alignment: int = 16,
+        alignment: int = 128,
         weights_in: str = "reduce",
         alpha: float = 0.0,
         gamma: float = 0.0,
@@ -239,16 +240,24 @@ class MoE(nn.Module):
             topk_idx, num_experts=self.w1.shape[0], alignment=self.alignment,
             num_expanded_tokens=self.num_expanded_tokens, expert_capacity=self.expert_capacity,
         )  # fmt: skip
-        ends = None if self.expert_capacity else mapping.expert_end
         expanded = moe.expand_to_fused(rows, mapping.token_topk_to_pos, mapping.pos_to_expert)
-        hidden = grouped_product(expanded, self.w1.to(rows.dtype), ends)
+        hidden = self._product(expanded, self.w1, mapping)
         w_row = None
         if self.weights_in == "swiglu":
             w_row = moe.expand_topk_weights(weights, mapping.token_topk_to_pos, mapping.pos_to_token_topk)
         activation = checkpoint(swiglu, hidden, w_row, use_reentrant=False, preserve_rng_state=False)
-        results = grouped_product(activation, self.w2.to(rows.dtype), ends)
+        results = self._product(activation, self.w2, mapping)
         y = moe.reduce_fused(results, weights if self.weights_in == "reduce" else None, mapping.token_topk_to_pos)
         return y, mapping.num_dropped
+
+    def _product(self, x: Tensor, w: Tensor, mapping: moe.FusedMapping) -> Tensor:
+        """Rows of the buffer times the matrices of their experts."""
+        w = w.to(x.dtype)
+        if self.expert_capacity:
+            return grouped_product(x, w, None)
+        if takes_grouped_gemm(str(x.dtype).removeprefix("torch."), x.shape[0], self.alignment, *w.shape[1:]):
+            return moe.grouped_gemm(x, w, mapping.pos_to_expert, mapping.expert_start, mapping.expert_end)
+        return grouped_product(x, w, mapping.expert_end)
 
     @torch.no_grad()
     def update_bias(self) -> None:

@@ -1,0 +1,228 @@
+"""`grouped_gemm`: the rows of every expert's segment times the matrix of that expert, and its gradients.
+
+out[p] = x[p] w[e]      d_x[p] = d_out[p] w[e]^T      d_w[e] = sum over the rows p of its segment of x[p]^T d_out[p]
+
+Segments begin at multiples of ROWS, as a mapping with such an alignment makes them: a block of ROWS rows has one expert, that of its first
+row. The factors are bfloat16. Every element of a result is one fp32 sum, over columns or over the rows of a segment, in their order.
+"""
+
+from tk_core.errors import value_error
+from tk_core.op import Env, Launch, declare
+from tk_core.ops.mhc.norm_fn_gemm import large_shared, staged
+
+BF16 = "bfloat16"
+F32 = "float32"
+I32 = "int32"
+
+# Rows of a block, which all belong to one expert.
+ROWS = 128
+# Columns or rows of one step of a sum, of which STAGES are on their way at a time.
+STEP, STAGES = 64, 4
+
+
+def columns(P, length: int) -> int:
+    """Columns of a block: as many as there is shared memory for, in whole blocks."""
+    return next(n for n in (256 if large_shared(P) else 128, 128, 64) if length % n == 0)
+
+
+def product(P, H, F, transposed):
+    """out[p, f] = sum_h x[p, h] w[e, h, f], or w[e, f, h]; zeros where a block begins with padding."""
+    if P.cpu:
+        return product_on_c(P, H, F, transposed)
+    N, E = P.dynamic("N"), P.dynamic("E")
+    BN = columns(P, F)
+
+    @P.prim_func
+    def main(
+        x: P.Tensor((N, H), BF16),
+        w: P.Tensor((E, F, H) if transposed else (E, H, F), BF16),
+        pos_to_expert: P.Tensor((N,), I32),
+        out: P.Tensor((N, F), BF16),
+    ):
+        with P.Kernel(F // BN, P.ceildiv(N, ROWS), threads=256) as (n, b):
+            w = P.reshape(w, (E * F, H) if transposed else (E * H, F))
+            xs = P.alloc_shared((ROWS, STEP), BF16)
+            ws = P.alloc_shared((BN, STEP) if transposed else (STEP, BN), BF16)
+            rounded = P.alloc_shared((ROWS, BN), BF16)
+            acc = P.alloc_fragment((ROWS, BN), F32)
+            e = pos_to_expert[b * ROWS]
+            P.clear(acc)
+            for k in P.Pipelined(P.if_then_else(e >= 0 and e < E, H // STEP, 0), num_stages=staged(P, STAGES)):
+                P.copy(x[b * ROWS, k * STEP], xs)
+                if transposed:
+                    P.copy(w[e * F + n * BN, k * STEP], ws)
+                else:
+                    P.copy(w[e * H + k * STEP, n * BN], ws)
+                P.gemm(xs, ws, acc, transpose_B=transposed)
+            P.copy(acc, rounded)
+            P.copy(rounded, out[b * ROWS, n * BN])
+
+    return main
+
+
+def product_on_c(P, H, F, transposed):
+    """Columns innermost and contiguous: independent sums, vectorized without reassociation."""
+    N, E = P.dynamic("N"), P.dynamic("E")
+
+    @P.prim_func
+    def main(
+        x: P.Tensor((N, H), BF16),
+        w: P.Tensor((E, F, H) if transposed else (E, H, F), BF16),
+        pos_to_expert: P.Tensor((N,), I32),
+        out: P.Tensor((N, F), BF16),
+    ):
+        with P.Kernel(F // STEP, P.ceildiv(N, ROWS), threads=1) as (n, b):
+            matrix = P.alloc_local((STEP, STEP), F32)
+            acc = P.alloc_local((ROWS, STEP), F32)
+            e = pos_to_expert[b * ROWS]
+            rows = P.min(ROWS, N - b * ROWS)
+            for i, j in P.grid(ROWS, STEP):
+                acc[i, j] = 0
+            for k in P.serial(P.if_then_else(e >= 0 and e < E, H // STEP, 0)):
+                for i, j in P.grid(STEP, STEP):
+                    if transposed:
+                        matrix[i, j] = P.to_f32(w[e, n * STEP + j, k * STEP + i], BF16)
+                    else:
+                        matrix[i, j] = P.to_f32(w[e, k * STEP + i, n * STEP + j], BF16)
+                for i in P.serial(rows):
+                    for c in P.serial(STEP):
+                        for j in P.serial(STEP):
+                            acc[i, j] = acc[i, j] + P.to_f32(x[b * ROWS + i, k * STEP + c], BF16) * matrix[c, j]
+            for i in P.serial(rows):
+                for j in P.serial(STEP):
+                    out[b * ROWS + i, n * STEP + j] = P.from_f32(acc[i, j], BF16)
+
+    return main
+
+
+def product_fwd(P, H, F):
+    """The products."""
+    return product(P, H, F, False)
+
+
+def product_rows(P, H, F):
+    """The gradient of the rows."""
+    return product(P, F, H, True)
+
+
+def product_weights(P, H, F):
+    """The gradient of the matrices: a block walks over the rows of a segment; zeros where there are none."""
+    if P.cpu:
+        return product_weights_on_c(P, H, F)
+    N, E = P.dynamic("N"), P.dynamic("E")
+    BM, BN = min(columns(P, H), ROWS), columns(P, F)
+
+    @P.prim_func
+    def main(
+        x: P.Tensor((N, H), BF16),
+        d_out: P.Tensor((N, F), BF16),
+        expert_start: P.Tensor((E,), I32),
+        expert_end: P.Tensor((E,), I32),
+        d_w: P.Tensor((E, H, F), BF16),
+    ):
+        with P.Kernel(F // BN, H // BM, E, threads=256) as (n, m, e):
+            d_w = P.reshape(d_w, (E * H, F))
+            xs = P.alloc_shared((STEP, BM), BF16)
+            gs = P.alloc_shared((STEP, BN), BF16)
+            rounded = P.alloc_shared((BM, BN), BF16)
+            acc = P.alloc_fragment((BM, BN), F32)
+            first = expert_start[e]
+            P.clear(acc)
+            for k in P.Pipelined(P.ceildiv(expert_end[e] - first, STEP), num_stages=staged(P, STAGES)):
+                P.copy(x[first + k * STEP, m * BM], xs)
+                P.copy(d_out[first + k * STEP, n * BN], gs)
+                P.gemm(xs, gs, acc, transpose_A=True)
+            P.copy(acc, rounded)
+            P.copy(rounded, d_w[e * H + m * BM, n * BN])
+
+    return main
+
+
+def product_weights_on_c(P, H, F):
+    """As above."""
+    N, E = P.dynamic("N"), P.dynamic("E")
+
+    @P.prim_func
+    def main(
+        x: P.Tensor((N, H), BF16),
+        d_out: P.Tensor((N, F), BF16),
+        expert_start: P.Tensor((E,), I32),
+        expert_end: P.Tensor((E,), I32),
+        d_w: P.Tensor((E, H, F), BF16),
+    ):
+        with P.Kernel(F // STEP, H // STEP, E, threads=1) as (n, m, e):
+            acc = P.alloc_local((STEP, STEP), F32)
+            row = P.alloc_local((STEP,), F32)
+            for i, j in P.grid(STEP, STEP):
+                acc[i, j] = 0
+            first = P.max(expert_start[e], 0)
+            for k in P.serial(P.min(expert_end[e], N) - first):
+                p = first + k
+                for j in P.serial(STEP):
+                    row[j] = P.to_f32(d_out[p, n * STEP + j], BF16)
+                for i in P.serial(STEP):
+                    for j in P.serial(STEP):
+                        acc[i, j] = acc[i, j] + P.to_f32(x[p, m * STEP + i], BF16) * row[j]
+            for i, j in P.grid(STEP, STEP):
+                d_w[e, m * STEP + i, n * STEP + j] = P.from_f32(acc[i, j], BF16)
+
+    return main
+
+
+# ------------------------------------------------------------------ declaration
+
+
+def check(env: Env) -> None:
+    op = "grouped_gemm"
+    for name in ("H", "F"):
+        if env[name] % STEP or not env[name]:
+            raise value_error(op, "w", f"{name} a positive multiple of {STEP}", env[name])
+    if not env["E"]:
+        raise value_error(op, "w", "at least one expert", 0)
+    if not env["N"]:
+        raise value_error(op, "x", "at least one row", 0)
+
+
+DOC = """Multiply the rows of every expert's segment with the matrix of that expert.
+
+out[p] = x[p] w[e] where row p lies in the segment of expert e
+
+Args:
+    x: [N, H] bf16, a buffer of `fused_mapping` with an alignment that is a multiple of 128; H a multiple of 64.
+    w: [E, H, F] bf16, a matrix for every expert; F a multiple of 64.
+    pos_to_expert: [N] i32, the expert of every row; every 128th is looked at.
+    expert_start: [E] i32, where segments begin.
+    expert_end: [E] i32, where they end.
+
+Returns:
+    [N, F] bf16. Padding of a segment is multiplied like its other rows; what lies behind the last segment is zero.
+
+Raises:
+    TypeError: a dtype is another one.
+    ValueError: a shape does not fit.
+
+Numerics:
+    Products of bfloat16, one fp32 sum for every element, rounded once.
+
+Gradient:
+    d_x[p] = d_out[p] w[e]^T and d_w[e] = sum over the rows of its segment of x[p]^T d_out[p], each rounded once; padding that is not
+    zero takes part.
+
+Source:
+    MegaBlocks: Efficient Sparse Training with Mixture-of-Experts, 2022.
+"""
+
+grouped_gemm = declare(
+    "grouped_gemm",
+    "moe",
+    "x[N, H]:bf16 w[E, H, F]:bf16 pos_to_expert[N]:i32 expert_start[E]:i32 expert_end[E]:i32 -> out[N, F]:bf16",
+    [Launch(product_fwd, "x w pos_to_expert -> out", key="H F")],
+    backward="d_out x w pos_to_expert expert_start expert_end -> d_x d_w",
+    backward_launches=[
+        Launch(product_rows, "d_out w pos_to_expert -> d_x", key="H F"),
+        Launch(product_weights, "x d_out expert_start expert_end -> d_w", key="H F"),
+    ],
+    check=check,
+    only_for={"x": "d_w"},
+    doc=DOC,
+)
