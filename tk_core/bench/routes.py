@@ -81,6 +81,10 @@ def moves(H: int) -> Iterator[Bound]:
         yield bound(op, op.forward, [_t(N, H, dtype=bf16), weights, slots], {}, op.forward.outs)
     args = [_t(T, H, dtype=bf16), _t(N, H, dtype=bf16), _t(T, K), slots, places]
     yield from _both("reduce_fused_backward", args, {})
+    E = 32
+    for C, F in ((H, 2048), (1024, H)):
+        matrices, bounds = _t(E, C, F, dtype=bf16), [_t(E, dtype=I32)] * 2
+        yield from _both("grouped_gemm", [_t(N, C, dtype=bf16), matrices, places, *bounds], {})
 
 
 def calls(H: int) -> Iterator[Bound]:

@@ -101,8 +101,8 @@ class MoE(nn.Module):
 
     The router and the gate compute in fp32 (keep `router` and `bias` fp32), the experts in the dtype of x; their activation is recomputed
     in the backward pass instead of being saved in fp32. Sizes are static, and nothing waits for the device but the loop of
-    `grouped_product`. Without a limit no assignment is dropped: the buffers then have T * K + (A - 1) * E rows rounded down to
-    whole alignments, whatever the routing needs.
+    `grouped_product`, which only fp32 products without a capacity need. Without a limit no assignment is dropped: the buffers then have
+    T * K + (A - 1) * E rows rounded down to whole alignments, whatever the routing needs.
 
     Balance: with alpha, add `aux.loss` to the loss. With gamma, call `update_bias()` after the optimizer's step; the bias is a buffer
     that ranks experts, has no gradient, and is saved with the module.
@@ -118,7 +118,8 @@ class MoE(nn.Module):
         num_groups: groups of experts; equal to num_topk_groups or 0 for no limit.
         num_topk_groups: groups that a row's experts come from.
         alignment: A, rows of an expert's segment are a multiple of it. With a multiple of 128, and F of 64, the products of bf16 rows are
-            `grouped_gemm`, the same to the bit in both frameworks.
+            `grouped_gemm`, the same to the bit in both frameworks and as fast as `grouped_mm` on Hopper. A smaller one, 16, means
+            `grouped_mm`, which is what to take on newer GPUs.
         weights_in: where the weights multiply: "reduce", the results of experts, or "swiglu", their activation. Equal in exact arithmetic;
             the second needs no results of experts in the backward pass.
         alpha: of the load-balance loss, whose sequences are the first axis of a 3-D x.

@@ -16,13 +16,18 @@ I32 = "int32"
 
 # Rows of a block, which all belong to one expert.
 ROWS = 128
-# Columns or rows of one step of a sum, of which STAGES are on their way at a time.
-STEP, STAGES = 64, 4
+# Columns or rows of one step of a sum.
+STEP = 64
 
 
 def columns(P, length: int) -> int:
     """Columns of a block: as many as there is shared memory for, in whole blocks."""
     return next(n for n in (256 if large_shared(P) else 128, 128, 64) if length % n == 0)
+
+
+def steps_ahead(P) -> int:
+    """Steps that are on their way while one is multiplied: 192 or 64 kB of shared memory."""
+    return staged(P, 4 if large_shared(P) else 2)
 
 
 def product(P, H, F, transposed):
@@ -47,7 +52,7 @@ def product(P, H, F, transposed):
             acc = P.alloc_fragment((ROWS, BN), F32)
             e = pos_to_expert[b * ROWS]
             P.clear(acc)
-            for k in P.Pipelined(P.if_then_else(e >= 0 and e < E, H // STEP, 0), num_stages=staged(P, STAGES)):
+            for k in P.Pipelined(P.if_then_else(e >= 0 and e < E, H // STEP, 0), num_stages=steps_ahead(P)):
                 P.copy(x[b * ROWS, k * STEP], xs)
                 if transposed:
                     P.copy(w[e * F + n * BN, k * STEP], ws)
@@ -128,7 +133,7 @@ def product_weights(P, H, F):
             acc = P.alloc_fragment((BM, BN), F32)
             first = expert_start[e]
             P.clear(acc)
-            for k in P.Pipelined(P.ceildiv(expert_end[e] - first, STEP), num_stages=staged(P, STAGES)):
+            for k in P.Pipelined(P.ceildiv(expert_end[e] - first, STEP), num_stages=steps_ahead(P)):
                 P.copy(x[first + k * STEP, m * BM], xs)
                 P.copy(d_out[first + k * STEP, n * BN], gs)
                 P.gemm(xs, gs, acc, transpose_A=True)
