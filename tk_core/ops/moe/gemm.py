@@ -21,8 +21,8 @@ STEP = 64
 
 
 def columns(P, length: int) -> int:
-    """Columns of a block: as many as there is shared memory for, in whole blocks."""
-    return next(n for n in (256 if large_shared(P) else 128, 128, 64) if length % n == 0)
+    """Columns of a block: as many as there is shared memory for, in whole blocks; those of a step on the C target."""
+    return STEP if P.cpu else next(n for n in (256 if large_shared(P) else 128, 128, 64) if length % n == 0)
 
 
 def steps_ahead(P) -> int:
@@ -32,10 +32,9 @@ def steps_ahead(P) -> int:
 
 def product(P, H, F, transposed):
     """out[p, f] = sum_h x[p, h] w[e, h, f], or w[e, f, h]; zeros where a block begins with padding."""
-    if P.cpu:
-        return product_on_c(P, H, F, transposed)
     N, E = P.dynamic("N"), P.dynamic("E")
     BN = columns(P, F)
+    multiply = rows_on_c(P, H, transposed) if P.cpu else rows_by_tiles(P, H, F, BN, transposed)
 
     @P.prim_func
     def main(
@@ -44,60 +43,62 @@ def product(P, H, F, transposed):
         pos_to_expert: P.Tensor((N,), I32),
         out: P.Tensor((N, F), BF16),
     ):
-        with P.Kernel(F // BN, P.ceildiv(N, ROWS), threads=256) as (n, b):
+        with P.Kernel(F // BN, P.ceildiv(N, ROWS), threads=1 if P.cpu else 256) as (n, b):
             w = P.reshape(w, (E * F, H) if transposed else (E * H, F))
-            xs = P.alloc_shared((ROWS, STEP), BF16)
-            ws = P.alloc_shared((BN, STEP) if transposed else (STEP, BN), BF16)
-            rounded = P.alloc_shared((ROWS, BN), BF16)
-            acc = P.alloc_fragment((ROWS, BN), F32)
             e = pos_to_expert[b * ROWS]
-            P.clear(acc)
-            for k in P.Pipelined(P.if_then_else(e >= 0 and e < E, H // STEP, 0), num_stages=steps_ahead(P)):
-                P.copy(x[b * ROWS, k * STEP], xs)
+            multiply(x, w, out, e, P.if_then_else(e >= 0 and e < E, H // STEP, 0), n, b, N, F)
+
+    return main
+
+
+def rows_by_tiles(P, H, F, BN, transposed):
+    """Macro: ROWS rows and BN columns of the products with the matrix of expert e, on tensor cores."""
+
+    @P.macro
+    def run(x, w, out, e, steps, n, b, N, F):
+        xs = P.alloc_shared((ROWS, STEP), BF16)
+        ws = P.alloc_shared((BN, STEP) if transposed else (STEP, BN), BF16)
+        rounded = P.alloc_shared((ROWS, BN), BF16)
+        acc = P.alloc_fragment((ROWS, BN), F32)
+        P.clear(acc)
+        for k in P.Pipelined(steps, num_stages=steps_ahead(P)):
+            P.copy(x[b * ROWS, k * STEP], xs)
+            if transposed:
+                P.copy(w[e * F + n * BN, k * STEP], ws)
+            else:
+                P.copy(w[e * H + k * STEP, n * BN], ws)
+            P.gemm(xs, ws, acc, transpose_B=transposed)
+        P.copy(acc, rounded)
+        P.copy(rounded, out[b * ROWS, n * BN])
+
+    return run
+
+
+def rows_on_c(P, H, transposed):
+    """Macro: the same. Columns innermost and contiguous: independent sums, vectorized without reassociation."""
+
+    @P.macro
+    def run(x, w, out, e, steps, n, b, N, F):
+        matrix = P.alloc_local((STEP, STEP), F32)
+        acc = P.alloc_local((ROWS, STEP), F32)
+        rows = P.min(ROWS, N - b * ROWS)
+        for i, j in P.grid(ROWS, STEP):
+            acc[i, j] = 0
+        for k in P.serial(steps):
+            for i, j in P.grid(STEP, STEP):
                 if transposed:
-                    P.copy(w[e * F + n * BN, k * STEP], ws)
+                    matrix[i, j] = P.to_f32(w[e * F + n * STEP + j, k * STEP + i], BF16)
                 else:
-                    P.copy(w[e * H + k * STEP, n * BN], ws)
-                P.gemm(xs, ws, acc, transpose_B=transposed)
-            P.copy(acc, rounded)
-            P.copy(rounded, out[b * ROWS, n * BN])
-
-    return main
-
-
-def product_on_c(P, H, F, transposed):
-    """Columns innermost and contiguous: independent sums, vectorized without reassociation."""
-    N, E = P.dynamic("N"), P.dynamic("E")
-
-    @P.prim_func
-    def main(
-        x: P.Tensor((N, H), BF16),
-        w: P.Tensor((E, F, H) if transposed else (E, H, F), BF16),
-        pos_to_expert: P.Tensor((N,), I32),
-        out: P.Tensor((N, F), BF16),
-    ):
-        with P.Kernel(F // STEP, P.ceildiv(N, ROWS), threads=1) as (n, b):
-            matrix = P.alloc_local((STEP, STEP), F32)
-            acc = P.alloc_local((ROWS, STEP), F32)
-            e = pos_to_expert[b * ROWS]
-            rows = P.min(ROWS, N - b * ROWS)
-            for i, j in P.grid(ROWS, STEP):
-                acc[i, j] = 0
-            for k in P.serial(P.if_then_else(e >= 0 and e < E, H // STEP, 0)):
-                for i, j in P.grid(STEP, STEP):
-                    if transposed:
-                        matrix[i, j] = P.to_f32(w[e, n * STEP + j, k * STEP + i], BF16)
-                    else:
-                        matrix[i, j] = P.to_f32(w[e, k * STEP + i, n * STEP + j], BF16)
-                for i in P.serial(rows):
-                    for c in P.serial(STEP):
-                        for j in P.serial(STEP):
-                            acc[i, j] = acc[i, j] + P.to_f32(x[b * ROWS + i, k * STEP + c], BF16) * matrix[c, j]
+                    matrix[i, j] = P.to_f32(w[e * H + k * STEP + i, n * STEP + j], BF16)
             for i in P.serial(rows):
-                for j in P.serial(STEP):
-                    out[b * ROWS + i, n * STEP + j] = P.from_f32(acc[i, j], BF16)
+                for c in P.serial(STEP):
+                    for j in P.serial(STEP):
+                        acc[i, j] = acc[i, j] + P.to_f32(x[b * ROWS + i, k * STEP + c], BF16) * matrix[c, j]
+        for i in P.serial(rows):
+            for j in P.serial(STEP):
+                out[b * ROWS + i, n * STEP + j] = P.from_f32(acc[i, j], BF16)
 
-    return main
+    return run
 
 
 def product_fwd(P, H, F):
@@ -112,10 +113,9 @@ def product_rows(P, H, F):
 
 def product_weights(P, H, F):
     """The gradient of the matrices: a block walks over the rows of a segment; zeros where there are none."""
-    if P.cpu:
-        return product_weights_on_c(P, H, F)
     N, E = P.dynamic("N"), P.dynamic("E")
     BM, BN = min(columns(P, H), ROWS), columns(P, F)
+    multiply = segment_on_c(P) if P.cpu else segment_by_tiles(P, BM, BN)
 
     @P.prim_func
     def main(
@@ -125,53 +125,53 @@ def product_weights(P, H, F):
         expert_end: P.Tensor((E,), I32),
         d_w: P.Tensor((E, H, F), BF16),
     ):
-        with P.Kernel(F // BN, H // BM, E, threads=256) as (n, m, e):
+        with P.Kernel(F // BN, H // BM, E, threads=1 if P.cpu else 256) as (n, m, e):
             d_w = P.reshape(d_w, (E * H, F))
-            xs = P.alloc_shared((STEP, BM), BF16)
-            gs = P.alloc_shared((STEP, BN), BF16)
-            rounded = P.alloc_shared((BM, BN), BF16)
-            acc = P.alloc_fragment((BM, BN), F32)
-            first = expert_start[e]
-            P.clear(acc)
-            for k in P.Pipelined(P.ceildiv(expert_end[e] - first, STEP), num_stages=steps_ahead(P)):
-                P.copy(x[first + k * STEP, m * BM], xs)
-                P.copy(d_out[first + k * STEP, n * BN], gs)
-                P.gemm(xs, gs, acc, transpose_A=True)
-            P.copy(acc, rounded)
-            P.copy(rounded, d_w[e * H + m * BM, n * BN])
+            multiply(x, d_out, d_w, expert_start[e], expert_end[e], e * H + m * BM, n, m, N)
 
     return main
 
 
-def product_weights_on_c(P, H, F):
-    """As above."""
-    N, E = P.dynamic("N"), P.dynamic("E")
+def segment_by_tiles(P, BM, BN):
+    """Macro: BM rows and BN columns of a gradient, from row `row` on, on tensor cores."""
 
-    @P.prim_func
-    def main(
-        x: P.Tensor((N, H), BF16),
-        d_out: P.Tensor((N, F), BF16),
-        expert_start: P.Tensor((E,), I32),
-        expert_end: P.Tensor((E,), I32),
-        d_w: P.Tensor((E, H, F), BF16),
-    ):
-        with P.Kernel(F // STEP, H // STEP, E, threads=1) as (n, m, e):
-            acc = P.alloc_local((STEP, STEP), F32)
-            row = P.alloc_local((STEP,), F32)
-            for i, j in P.grid(STEP, STEP):
-                acc[i, j] = 0
-            first = P.max(expert_start[e], 0)
-            for k in P.serial(P.min(expert_end[e], N) - first):
-                p = first + k
+    @P.macro
+    def run(x, d_out, d_w, start, end, row, n, m, N):
+        xs = P.alloc_shared((STEP, BM), BF16)
+        gs = P.alloc_shared((STEP, BN), BF16)
+        rounded = P.alloc_shared((BM, BN), BF16)
+        acc = P.alloc_fragment((BM, BN), F32)
+        P.clear(acc)
+        for k in P.Pipelined(P.ceildiv(end - start, STEP), num_stages=steps_ahead(P)):
+            P.copy(x[start + k * STEP, m * BM], xs)
+            P.copy(d_out[start + k * STEP, n * BN], gs)
+            P.gemm(xs, gs, acc, transpose_A=True)
+        P.copy(acc, rounded)
+        P.copy(rounded, d_w[row, n * BN])
+
+    return run
+
+
+def segment_on_c(P):
+    """Macro: the same."""
+
+    @P.macro
+    def run(x, d_out, d_w, start, end, row, n, m, N):
+        acc = P.alloc_local((STEP, STEP), F32)
+        g = P.alloc_local((STEP,), F32)
+        for i, j in P.grid(STEP, STEP):
+            acc[i, j] = 0
+        for k in P.serial(P.min(end, N) - P.max(start, 0)):
+            p = P.max(start, 0) + k
+            for j in P.serial(STEP):
+                g[j] = P.to_f32(d_out[p, n * STEP + j], BF16)
+            for i in P.serial(STEP):
                 for j in P.serial(STEP):
-                    row[j] = P.to_f32(d_out[p, n * STEP + j], BF16)
-                for i in P.serial(STEP):
-                    for j in P.serial(STEP):
-                        acc[i, j] = acc[i, j] + P.to_f32(x[p, m * STEP + i], BF16) * row[j]
-            for i, j in P.grid(STEP, STEP):
-                d_w[e, m * STEP + i, n * STEP + j] = P.from_f32(acc[i, j], BF16)
+                    acc[i, j] = acc[i, j] + P.to_f32(x[p, m * STEP + i], BF16) * g[j]
+        for i, j in P.grid(STEP, STEP):
+            d_w[row + i, n * STEP + j] = P.from_f32(acc[i, j], BF16)
 
-    return main
+    return run
 
 
 # ------------------------------------------------------------------ declaration
