@@ -145,7 +145,9 @@ def test_buffers_of_every_sufficient_size(front):
     for rows in (need, need + 16):
         got = run_layer(front, values, x, d_y, num_topk=2, num_expanded_tokens=rows)
         assert got["num_dropped"] == 0
-        close(got, want, rtol=1e-5, atol=1e-5)
+        # on a GPU, XLA chooses the products of every size anew
+        tolerance = 1e-6 if front.name == "torch" or jax.default_backend() == "cpu" else 1e-5
+        close(got, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("limit", [{"num_expanded_tokens": 56}, {"expert_capacity": 16}], ids=str)

@@ -28,11 +28,16 @@ def test_state_of_the_module():
     assert "num_topk=2" in repr(module)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_compiled_without_a_graph_break(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("float32", {}), ("bfloat16", {}), ("bfloat16", {"alignment": 128}), ("float32", {"expert_capacity": 32})],
+    ids=str,
+)
+def test_compiled_without_a_graph_break(dtype, options):
+    """With every way in which the products of the experts are computed."""
     front = Torch()
-    values, x, d_y, _ = problem(**SMALL, dtype=dtype)
-    module = torch_module(front, values, {"num_topk": 2, "alpha": 0.1, "gamma": 0.1, "weights_in": "swiglu"})
+    values, x, d_y, _ = problem(**SMALL | {"intermediate": 64}, dtype=dtype)
+    module = torch_module(front, values, {"num_topk": 2, "alpha": 0.1, "gamma": 0.1, "weights_in": "swiglu", **options})
     mask = torch.arange(40, device=front.device) % 5 > 0
 
     def run(layer):

@@ -98,11 +98,6 @@ def identity_map(num_experts: int, num_shared_experts: int) -> tuple[np.ndarray,
     return np.repeat(experts[:, None], num_shared_experts + 1, 1), np.ones_like(experts)
 
 
-def takes_grouped_gemm(dtype: str, rows: int, alignment: int, hidden: int, intermediate: int) -> bool:
-    """Whether the products of the experts are those of `grouped_gemm`: segments in whole blocks of it, bfloat16, widths of whole steps."""
-    return dtype == "bfloat16" and rows > 0 and alignment % 128 == 0 and hidden % 64 == 0 and intermediate % 64 == 0
-
-
 def check_moe(hidden: int, last: int, weights_in: str) -> None:
     """The judgement of what no operation of the layer judges."""
     if last != hidden:

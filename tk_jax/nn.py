@@ -14,7 +14,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from tk_core.layers import MoEAux, check_moe, hyper_connection_init, hyper_head_init, identity_map, moe_init, takes_grouped_gemm
+from tk_core.layers import MoEAux, check_moe, hyper_connection_init, hyper_head_init, identity_map, moe_init
+from tk_core.ops.moe import gemm
 from tk_jax import mhc
 from tk_jax import moe as routing_ops
 
@@ -226,7 +227,7 @@ def moe(
         w = w.astype(rows.dtype)
         if expert_capacity:
             return grouped_product(rows, w, None)
-        if takes_grouped_gemm(rows.dtype.name, rows.shape[0], alignment, *w.shape[1:]):
+        if gemm.takes(rows.dtype.name, rows.shape[0], alignment, *w.shape[1:]):
             return routing_ops.grouped_gemm(rows, w, mapping.pos_to_expert, mapping.expert_start, mapping.expert_end)
         return grouped_product(rows, w, mapping.num_tokens_per_expert)
 

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tk_core.layers import MoEAux, check_moe, identity_map, moe_init, takes_grouped_gemm
+from tk_core.layers import MoEAux, check_moe, identity_map, moe_init
+from tk_core.ops.moe import gemm
 from tk_torch import moe
+from tk_torch.launch import DTYPE_NAMES
 
 # ------------------------------------------------------------------ grouped product
 
@@ -256,7 +258,7 @@ class MoE(nn.Module):
         w = w.to(x.dtype)
         if self.expert_capacity:
             return grouped_product(x, w, None)
-        if takes_grouped_gemm(str(x.dtype).removeprefix("torch."), x.shape[0], self.alignment, *w.shape[1:]):
+        if gemm.takes(DTYPE_NAMES[x.dtype], x.shape[0], self.alignment, *w.shape[1:]):
             return moe.grouped_gemm(x, w, mapping.pos_to_expert, mapping.expert_start, mapping.expert_end)
         return grouped_product(x, w, mapping.expert_end)
 

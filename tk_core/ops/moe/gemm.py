@@ -177,6 +177,11 @@ def segment_on_c(P):
 # ------------------------------------------------------------------ declaration
 
 
+def takes(dtype: str, rows: int, alignment: int, H: int, F: int) -> bool:
+    """Whether a layer's products can be these: bfloat16, segments of whole blocks, widths of whole steps."""
+    return dtype == BF16 and rows > 0 and alignment % ROWS == 0 and H % STEP == 0 and F % STEP == 0
+
+
 def check(env: Env) -> None:
     op = "grouped_gemm"
     for name in ("H", "F"):
